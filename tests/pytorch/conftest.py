@@ -1,0 +1,50 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of all tests: the device, a known seed before, and nothing left behind after."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+# In front, so that no installed package with a module of that name can shadow the helpers.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from _helpers import FAIL_WITHOUT_CUDA, requires_cuda
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "requires_cuda(count=1): needs that many CUDA devices")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # See Note [Skips that may not be skips]
+    needed = max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("requires_cuda")), default=0)
+    if needed == 0:
+        return
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if present >= needed:
+        return
+    reason = f"needs {needed} CUDA device(s), found {present}"
+    promised = int(os.environ.get(FAIL_WITHOUT_CUDA) or 0)
+    if promised >= needed:
+        pytest.fail(f"{reason}, though {FAIL_WITHOUT_CUDA}={promised} promises {promised}", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=requires_cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Run the test on the CPU and on the current CUDA device."""
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def known_seed() -> Iterator[None]:
+    """Every test starts from one seed, whatever ran before it and in whatever order."""
+    torch.manual_seed(0)
+    yield
