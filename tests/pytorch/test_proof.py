@@ -1,0 +1,84 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The proofs that other tests lean on must themselves fail where they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from _proof import Proof, assert_one_mask, assert_same_tensors, differing, next_draws, plain_checkpoint
+from torch.nn import functional as F
+
+
+def _region(proof: Proof, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    proof.ran()
+    return proof.watch(F.dropout(x, 0.5)) * w
+
+
+@pytest.fixture
+def leaves() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.ones(64, requires_grad=True), torch.ones(64, requires_grad=True)
+
+
+def test_plain_call_fails_both_proofs(leaves: tuple[torch.Tensor, torch.Tensor]) -> None:
+    proof = Proof()
+    y = plain_checkpoint(_region, proof, *leaves, use_reentrant=False)
+    with pytest.raises(AssertionError, match="1 of 1 interior activations survived forward"):
+        proof.after_forward()
+    y.sum().backward()
+    with pytest.raises(AssertionError, match="ran the function 1 times, expected 2"):
+        proof.after_backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_real_checkpoint_passes_both_proofs(leaves: tuple[torch.Tensor, torch.Tensor], use_reentrant: bool) -> None:
+    proof = Proof()
+    y = torch.utils.checkpoint.checkpoint(_region, proof, *leaves, use_reentrant=use_reentrant)
+    proof.after_forward()
+    y.sum().backward()
+    proof.after_backward()
+    assert_one_mask(y, leaves[0].grad)
+
+
+def test_watch_sees_memory_held_under_another_tensor() -> None:
+    proof = Proof()
+    x = torch.ones(8, requires_grad=True)
+
+    def region() -> torch.Tensor:
+        proof.ran()
+        return proof.watch(x.exp()).sum()  # exp saves its result as another tensor on the same memory
+
+    y = region()
+    assert len(proof.survivors()) == 1
+    del y
+    assert proof.survivors() == []
+
+
+def test_watching_nothing_is_an_error() -> None:
+    proof = Proof()
+    proof.ran()
+    with pytest.raises(AssertionError, match="watched nothing"):
+        proof.after_forward()
+
+
+def test_another_mask_is_counted(leaves: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, _ = leaves
+    first, second = F.dropout(x, 0.5), F.dropout(x, 0.5)
+    assert differing(first, second) > 0
+    with pytest.raises(AssertionError, match="of 64 gradient elements belong to another mask"):
+        assert_one_mask(first, second.detach())
+    with pytest.raises(AssertionError, match="nothing to compare"):
+        assert_one_mask(x.detach(), x.detach())
+
+
+def test_next_draws_tell_positions_apart() -> None:
+    torch.manual_seed(1)
+    here = next_draws("cpu")
+    torch.manual_seed(1)
+    assert_same_tensors(next_draws("cpu"), here, "draws")
+    torch.manual_seed(1)
+    torch.rand(())
+    with pytest.raises(AssertionError, match="draws that differ"):
+        assert_same_tensors(next_draws("cpu"), here, "draws")
