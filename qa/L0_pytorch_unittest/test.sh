@@ -1,0 +1,58 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+
+# Percent of the branches and lines of rng/ and recompute/ that the tests must reach; 0 only prints.
+: ${NVTE_EXT_TEST_COVERAGE:=0}
+
+function error_exit() {
+    echo "Error: $1"
+    exit 1
+}
+
+function test_fail() {
+    RET=1
+    FAILED_CASES="$FAILED_CASES $1"
+    echo "Error: sub-test failed: $1"
+}
+
+RET=0
+FAILED_CASES=""
+
+# The repository: TE_EXT_PATH; or TE_PATH, unless that is Transformer Engine's own tree; or where this script lies.
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+if [ -d "${TE_PATH:-}/transformer_engine_ext" ]; then HERE="$TE_PATH"; fi
+: ${TE_EXT_PATH:=$HERE}
+cd "$TE_EXT_PATH" || error_exit "no such folder: $TE_EXT_PATH"
+
+if [ -z "${XML_LOG_DIR:-}" ]; then
+    if [ -w /logs ]; then XML_LOG_DIR=/logs; else XML_LOG_DIR="$(mktemp -d)"; fi
+fi
+mkdir -p "$XML_LOG_DIR" || error_exit "cannot write to XML_LOG_DIR=$XML_LOG_DIR"
+
+python3 -c "import pytest, pytest_timeout, pytest_cov, hypothesis, transformer_engine_ext" ||
+    pip3 install -e ".[test]" || error_exit "Failed to install the tests' requirements"
+
+# One process for all files: importing torch takes seconds, and a file often less. The tensors are small, so more than
+# one thread per process only makes the ranks of a distributed test wait for each other.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+set -x
+
+python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
+    --cov --cov-config=pyproject.toml --cov-report=term --cov-fail-under=$NVTE_EXT_TEST_COVERAGE \
+    --durations=10 \
+    tests/pytorch/test_layering.py \
+    tests/pytorch/test_notes.py \
+    tests/pytorch/test_qa_scripts.py \
+    tests/pytorch/test_imports.py \
+    tests/pytorch/test_helpers.py \
+    tests/pytorch/test_proof.py \
+    || test_fail "unittest"
+
+set +x
+
+if [ "$RET" -ne 0 ]; then
+    echo "Error in the following test cases:$FAILED_CASES"
+    exit 1
+fi
+echo "All tests passed"
