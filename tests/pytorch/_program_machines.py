@@ -1,0 +1,247 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What running a random program of :mod:`_programs` means, and the interpreter that knows nothing of checkpointing.
+
+:class:`Reference` uses neither checkpointing, nor trackers, nor forks: it keeps a list of generators and passes the one
+whose turn it is to every draw, so it cannot share a fault with the package. Its twin is in :mod:`_program_check`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from _programs import ALIAS, SHARED, STREAM_SEEDS, STREAMS, Forward, Program
+
+Record = tuple[str, bytes]
+
+SHAPE = (2, 3)
+KEEP = 0.75
+
+
+def _bank(count: int, *shape: int) -> list[torch.Tensor]:
+    return list(torch.randn(count, *shape, generator=torch.Generator().manual_seed(5)).unbind())
+
+
+WEIGHTS = _bank(61, 3, 3)
+INPUTS = _bank(59, *SHAPE)
+ODDS = torch.full(SHAPE, 0.6)
+
+
+class BoomError(Exception):
+    """Raised by a `Boom`; programs catch it."""
+
+
+class TrapError(Exception):
+    """Raised by a `Trap` in a recompute; it leaves the backward."""
+
+
+def bits(tensor: torch.Tensor | None) -> bytes:
+    return b"" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes()
+
+
+class Machine:
+    """What both interpreters have in common: everything but forks, draws, regions and the call of backward."""
+
+    def __init__(self, program: Program, device: str) -> None:
+        self.program = program
+        self.device = torch.device(device)
+        self.records: list[Record] = []
+        self.default: torch.Generator = torch.default_generator
+        self.defaults = {"default cpu": torch.default_generator.manual_seed(program.seed)}
+        if self.device.type == "cuda":
+            self.default = torch.cuda.default_generators[torch.cuda.current_device()]
+            self.defaults["default cuda"] = self.default.manual_seed(program.seed + 1)
+        self.streams: dict[Any, torch.Generator] = {}
+        self.weights: dict[int, torch.Tensor] = {}
+        self.inputs: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, torch.Tensor | None] = {}
+        self.kept: dict[int, Any] = {}
+        self.odds = ODDS.to(self.device)
+
+    def run(self) -> list[Record]:
+        for index, statement in enumerate(self.program.script):
+            self.where = f"statement {index}, {statement!r}"
+            getattr(self, f"_do_{type(statement).__name__}")(statement)
+            self.after_statement()
+            states = {**self.defaults, **self.streams}
+            self.records += [(f"{self.where}: state of {name}", bits(g.get_state())) for name, g in states.items()]
+        return self.records
+
+    def after_statement(self) -> None:
+        """Look at what must hold between any two statements."""
+
+    # Statements.
+
+    def _do_Forward(self, statement: Forward) -> None:
+        h = INPUTS[(self.program.seed + statement.batch) % len(INPUTS)].to(self.device, copy=True)
+        self.inputs[statement.batch] = h.requires_grad_(statement.mode != "constant")
+        try:
+            with self.forked(statement.fork), torch.set_grad_enabled(statement.mode != "no_grad"):
+                output = self.body(self.program.models[statement.model], h)
+        except BoomError:
+            output = None
+        self.outputs[statement.batch] = output
+        needs_grad = output is not None and output.requires_grad
+        self.records.append((f"{self.where}: needs_grad", str(needs_grad).encode()))
+        self.records.append((f"{self.where}: output", bits(output)))
+
+    def _do_Backward(self, statement: Any) -> None:
+        found = [(batch, self.outputs.get(batch)) for batch in statement.batches]
+        roots = {batch: out for batch, out in found if out is not None and out.requires_grad}
+        if not roots:
+            return
+        self.differentiate(statement, roots)
+        for name, leaves in (("input", self.inputs), ("weight", self.weights)):
+            for key, leaf in leaves.items():
+                self.records.append((f"{self.where}: gradient of {name} {key}", bits(leaf.grad)))
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        for leaf in (*self.inputs.values(), *self.weights.values()):
+            leaf.grad = None
+
+    def backward(self, roots: dict[int, torch.Tensor], retain: bool) -> None:
+        seeds = [INPUTS[(self.program.seed + batch + 17) % len(INPUTS)].to(self.device) for batch in roots]
+        torch.autograd.backward(list(roots.values()), seeds, retain_graph=retain)
+
+    def _do_Discard(self, statement: Any) -> None:
+        self.outputs.pop(statement.batch, None)
+
+    def _do_Between(self, statement: Any) -> None:
+        try:
+            output = self.body(statement.body, INPUTS[0].to(self.device))
+        except BoomError:
+            output = None
+        self.records.append((f"{self.where}: output", bits(output)))
+
+    def _do_Reseed(self, statement: Any) -> None:
+        self.default.manual_seed(statement.seed)
+
+    # Nodes.
+
+    def body(self, body: tuple[Any, ...], h: torch.Tensor) -> torch.Tensor:
+        for node in body:
+            h = getattr(self, f"_{type(node).__name__}")(node, h)
+        return h
+
+    def _Op(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        if node.kind == "sin":
+            return torch.sin(h)
+        if node.kind == "cos":
+            return torch.cos(h)
+        return h * torch.tanh(h)
+
+    def _Lin(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        weight = self.weights.get(node.index)
+        if weight is None:
+            value = WEIGHTS[(self.program.seed + node.index) % len(WEIGHTS)]
+            weight = self.weights[node.index] = value.to(self.device, copy=True).requires_grad_()
+        return torch.nn.functional.linear(h, weight)
+
+    def _Draw(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        kind = node.kind
+        if kind == "dropout":
+            return self.dropout(h)
+        generator = self.generator()
+        if kind == "rand":
+            return h * (0.5 + torch.rand(SHAPE, generator=generator, device=self.device))
+        if kind == "bernoulli":
+            return h * (0.5 + torch.bernoulli(self.odds, generator=generator))
+        if kind == "randn":  # an odd number: mt19937 keeps the other half of the last pair of normals
+            return h * (1.5 + torch.randn(3, generator=generator, device=self.device))
+        torch.rand(3, generator=generator, device=self.device)
+        return h
+
+    def _Fork(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        with self.forked(node.stream):
+            return self.body(node.body, h)
+
+    def _Residual(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        return h + self.body(node.body, h * 0.5)
+
+    def _NoGrad(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            factor = self.body(node.body, h)
+        return h * factor
+
+    def _Unused(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        self.body(node.body, h)
+        return h
+
+    def _Attempt(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.body(node.body, h)
+        except BoomError:
+            return h
+
+    def _Boom(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        raise BoomError
+
+    def _Trap(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+    # What the interpreters do each in their own way.
+
+    def forked(self, stream: tuple[int, str] | None) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def generator(self) -> torch.Generator | None:
+        raise NotImplementedError
+
+    def dropout(self, h: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def differentiate(self, statement: Any, roots: dict[int, torch.Tensor]) -> None:
+        raise NotImplementedError
+
+
+class Reference(Machine):
+    """The program without checkpointing, trackers or forks."""
+
+    def __init__(self, program: Program, device: str) -> None:
+        super().__init__(program, device)
+        for stream in STREAMS:
+            if stream in STREAM_SEEDS:
+                self.streams[stream] = torch.Generator(self.device).manual_seed(STREAM_SEEDS[stream])
+            else:
+                self.streams[stream] = self.default if stream == ALIAS else self.streams[SHARED[stream]]
+        self.stack = [self.default]
+
+    @contextmanager
+    def forked(self, stream: tuple[int, str] | None) -> Any:
+        self.stack.append(self.stack[-1] if stream is None else self.streams[stream])
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    def generator(self) -> torch.Generator:
+        return self.stack[-1]
+
+    def dropout(self, h: torch.Tensor) -> torch.Tensor:
+        # The one draw that takes no generator: lend the default generator the value of the stream.
+        current, default = self.stack[-1], self.default
+        live = default.get_state()
+        default.set_state(current.get_state())
+        output = torch.nn.functional.dropout(h, 1 - KEEP)
+        drawn = default.get_state()
+        default.set_state(live)
+        current.set_state(drawn)  # last: it may be the default generator itself
+        return output
+
+    def _Region(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        return self.body(node.body, h)
+
+    def differentiate(self, statement: Any, roots: dict[int, torch.Tensor]) -> None:
+        self.backward(roots, statement.retain)
+
+    def _do_Save(self, statement: Any) -> None:
+        mine = {stream: g for stream, g in self.streams.items() if stream[0] == statement.tracker}
+        self.kept[statement.tracker] = {stream: g.get_state() for stream, g in mine.items()}
+
+    def _do_Rewind(self, statement: Any) -> None:
+        for stream, value in self.kept[statement.tracker].items():
+            self.streams[stream].set_state(value)

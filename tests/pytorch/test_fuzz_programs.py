@@ -1,0 +1,161 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs give the same bits with and without checkpointing.
+
+``NVTE_EXT_TEST_PROGRAMS`` sets how many are tried on each device (default 2,000), ``NVTE_EXT_TEST_SEED`` which ones.
+The long run, without hypothesis's bookkeeping but from the same generator, is ``tests/tools/fuzz_programs.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from hypothesis import HealthCheck, given, seed, settings
+
+import _programs
+from _program_check import MINIMUM_SHARES, Package, check, coverage_report
+from _program_strategies import numbered_program, programs
+from _programs import ALIAS, SHARED, STREAM_SEEDS, STREAMS, Program, Region
+
+PROGRAMS = int(os.environ.get("NVTE_EXT_TEST_PROGRAMS") or 2000)
+SEED = int(os.environ.get("NVTE_EXT_TEST_SEED") or 0)
+
+
+@pytest.mark.timeout(max(180, PROGRAMS // 5))
+def test_random_programs_equal_the_run_without_checkpointing(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Package()
+    features: Counter[str] = Counter()
+    tried = 0
+
+    @seed(SEED)
+    @settings(max_examples=PROGRAMS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(programs())
+    def run(program: Program) -> None:
+        nonlocal tried
+        features.update(check(program, device, engine))
+        tried += 1
+
+    run()
+    with capsys.disabled():
+        print(coverage_report(tried, features, device))
+    assert tried >= PROGRAMS
+    # A generator that no longer makes these things would let the test pass for nothing.
+    rare = {name: features[name] / tried for name, share in MINIMUM_SHARES.items() if features[name] < share * tried}
+    assert not rare, f"too few programs had {rare}; each must be at least {MINIMUM_SHARES}"
+
+
+class _StandIn:
+    """Another engine: torch's, for programs without streams, and the ways to be wrong that `check` must see."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.active: list[bool] = []
+
+    def trackers(self, device: torch.device, default: torch.Generator) -> list[Any]:
+        made = {stream: torch.Generator(device).manual_seed(seed) for stream, seed in STREAM_SEEDS.items()}
+        made |= {stream: made[also] for stream, also in SHARED.items()} | {ALIAS: default}
+        states = [{name: made[t, name] for t, name in STREAMS if t == tracker} for tracker in range(2)]
+        return [SimpleNamespace(get_states=lambda mine=mine: mine) for mine in states]
+
+    def recomputing(self) -> bool:
+        return any(self.active)
+
+    def in_region(self) -> bool:
+        return bool(self.active)
+
+    def own_recompute(self) -> bool:
+        return self.active[-1] if self.active else False
+
+    def checkpoint(self, region: Region, function: Any, h: torch.Tensor, trackers: list[Any]) -> torch.Tensor:
+        ran = False
+
+        def counted(x: torch.Tensor) -> torch.Tensor:
+            nonlocal ran
+            self.active.append(ran)
+            ran = True
+            try:
+                return function(x)  # type: ignore[no-any-return]
+            finally:
+                self.active.pop()
+
+        return self.call(region, counted, h)
+
+    def call(self, region: Region, function: Any, h: torch.Tensor) -> torch.Tensor:
+        # torch's reentrant engine gives no gradients where no input needs one.
+        reentrant = region.reentrant and h.requires_grad
+        return torch.utils.checkpoint.checkpoint(function, h, use_reentrant=reentrant, **self.options)  # type: ignore
+
+
+class _PlainCall(_StandIn):
+    def call(self, region: Region, function: Any, h: torch.Tensor) -> torch.Tensor:
+        return function(h)  # type: ignore[no-any-return]
+
+
+class _LeavesLive(_StandIn):
+    """Rewinds for the recompute, but does not put the live state back afterwards."""
+
+    def call(self, region: Region, function: Any, h: torch.Tensor) -> torch.Tensor:
+        entry, again = torch.get_rng_state(), False
+
+        def rewinding(x: torch.Tensor) -> torch.Tensor:
+            nonlocal again
+            if again:
+                torch.set_rng_state(entry)
+            again = True
+            return function(x)  # type: ignore[no-any-return]
+
+        return super().call(region, rewinding, h)
+
+
+def _first_failure(engine: Any, count: int, streams: bool = False) -> str:
+    for number in range(count):
+        try:
+            check(numbered_program(number, streams), "cpu", engine)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+def test_programs_without_streams_pass_with_torch() -> None:
+    """The reference itself is right: an engine known to be right agrees with it."""
+    assert _first_failure(_StandIn(preserve_rng_state=True), 300) == ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (_PlainCall(), "recomputed 0 times, needs 1"),
+        (_StandIn(preserve_rng_state=False), "differs from the run without checkpointing: .* gradient"),
+        (_LeavesLive(preserve_rng_state=False), "differs from the run without checkpointing: .* state of"),
+    ],
+    ids=["plain call", "nothing saved", "nothing restored"],
+)
+def test_wrong_engine_is_caught(engine: Any, message: str) -> None:
+    assert re.search(message, _first_failure(engine, 100))
+
+
+def test_untracked_streams_are_caught() -> None:
+    """Real trackers and forks under torch's checkpoint, which knows of the default generators only."""
+
+    class Half(Package):
+        def checkpoint(self, region: Region, function: Any, h: torch.Tensor, trackers: list[Any]) -> torch.Tensor:
+            return stand_in.checkpoint(region, function, h, trackers)
+
+    stand_in = _StandIn(preserve_rng_state=True)
+    engine = Half()
+    engine.recomputing, engine.in_region = stand_in.recomputing, stand_in.in_region
+    engine.own_recompute = stand_in.own_recompute
+    assert "differs from the run without checkpointing" in _first_failure(engine, 100, streams=True)
+
+
+def test_repr_of_a_program_builds_it_again() -> None:
+    for number in range(50):
+        program = numbered_program(number)
+        assert eval(repr(program), vars(_programs)) == program
