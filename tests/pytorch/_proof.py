@@ -123,7 +123,7 @@ def assert_one_mask(output: torch.Tensor, gradient: torch.Tensor | None) -> None
 
 
 def next_draws(device: torch.device | str, tracker: Any = None, names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
-    """Draw from the default generators and from the named streams: two runs agree only if every stream stands alike.
+    """Draw from all default generators and from the named streams: two runs agree only if every stream stands alike.
 
     Both a uniform and a normal draw are taken, since mt19937 keeps half a pair of normals aside.
     """
@@ -131,7 +131,8 @@ def next_draws(device: torch.device | str, tracker: Any = None, names: Iterable[
     def draw(where: torch.device | str) -> torch.Tensor:
         return torch.cat([torch.randn(5, device=where), torch.rand(16, device=where)]).cpu()
 
-    draws = {"default cpu": draw("cpu"), f"default {device}": draw(device)}
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    draws = {f"default {where}": draw(where) for where in devices}
     for name in names:
         with tracker.fork(name):
             draws[name] = draw(device)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.utils.checkpoint
-from _proof import Proof, assert_one_mask, assert_same_tensors, differing, next_draws, plain_checkpoint
 from torch.nn import functional as F
+
+from _proof import Proof, assert_one_mask, assert_same_tensors, differing, next_draws, plain_checkpoint
 
 
 def _region(proof: Proof, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
