@@ -1,0 +1,63 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The audit: a recompute must leave every stream where its forward left it."""
+
+from __future__ import annotations
+
+from transformer_engine_ext.errors import RecomputeMismatchError
+from transformer_engine_ext.pytorch.rng.devices import same_value
+from transformer_engine_ext.pytorch.rng.snapshot import Rewound
+
+__all__ = ["audit"]
+
+_CAUSES = """\
+Likely causes: the function branches on something that changed between forward and backward (a counter, a flag, \
+module.train()/eval(), an environment variable); it draws from a generator that is not tracked (add it with \
+CudaRNGStatesTracker.add and draw inside tracker.fork(name)); another thread drew from the same default generator; or \
+it caches a random result in its first call. Code that must run once only can ask \
+transformer_engine_ext.pytorch.is_recomputing(). preserve_rng_state=False turns the rewinding and this check off."""
+
+
+# Note [The audit is necessary, not sufficient]
+# Equal positions do not prove equal numbers: a CUDA offset counts per thread, so a dropout of 10 elements and one of
+# 1,000 move it alike. Different positions do prove different numbers, and cost one comparison. A recompute that was
+# stopped early has not made the draws behind the last saved tensor, so there only an overshoot proves anything, and
+# only where positions have an order (CUDA).
+def audit(rewound: Rewound) -> None:
+    """Compare where streams stood after a recompute with where they stood after its forward.
+
+    Parameters
+    ----------
+    rewound : Rewound
+        The recompute, after its exit.
+
+    Raises
+    ------
+    RecomputeMismatchError
+        Names every stream that differs, with how far forward and recompute moved it.
+    """
+    snapshot = rewound.snapshot
+    if snapshot.ends is None:  # backward inside the region: forward has not ended, so there is nothing to compare with
+        return
+    lines = []
+    streams = zip(snapshot.names, snapshot.backends, snapshot.values, snapshot.ends, rewound.reached, strict=True)
+    for name, backend, entry, end, reached in streams:
+        if reached is None or backend.same(end, reached) or (not rewound.complete and reached < end):
+            continue
+        forward, recompute = backend.distance(entry, end), backend.distance(entry, reached)
+        lines.append(f"  stream {name!r}: forward drew {forward}, recompute drew {recompute}")
+    for name, backend, entry, strayed in zip(
+        rewound.names, rewound.backends, rewound.values, rewound.strayed, strict=True
+    ):
+        if not backend.unmoved(entry, strayed):
+            moved = backend.distance(entry, strayed)
+            lines.append(f"  stream {name!r}: forward did not use it, recompute drew {moved}")
+    for name, state in rewound.foreign_reached.items():
+        end = snapshot.foreign_ends.get(name)
+        if end is None or not same_value(end, state):
+            lines.append(f"  stream {name!r} (tracker of another library): its state after the recompute differs")
+    if lines:
+        raise RecomputeMismatchError(
+            "The recompute of a checkpointed region drew other random numbers than its forward, so its gradients "
+            "would belong to another function than the loss:\n" + "\n".join(lines) + "\n" + _CAUSES
+        )

@@ -1,0 +1,206 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which streams a region's snapshot covers at entry: the default generators, and foreign trackers as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from transformer_engine_ext.errors import StreamStateTypeError, UnsupportedDeviceError
+from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, get_backend, same_value
+
+__all__ = ["Foreign", "default_streams"]
+
+Covered = tuple[str, DeviceBackend, Any, Tensor]
+
+
+@dataclass(frozen=True)
+class _ModuleDefault:
+    """Stands for the default generator of a device type that is reached through its torch module only."""
+
+    device: torch.device
+
+
+class _ModuleBackend:
+    """Default generators of other device types (xpu, mps, out-of-tree ones), moved by value.
+
+    These have no tracked streams here: only ``get_rng_state`` and ``set_rng_state`` of the device's torch module are
+    needed, which is what ``torch.utils.checkpoint`` asks for too.
+    """
+
+    device_type = "other"
+    ordered = False
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def default(self, index: int) -> Generator:
+        raise NotImplementedError
+
+    def read(self, handle: Any) -> Tensor:
+        state: Tensor = self._module.get_rng_state(handle.device)
+        return state.cpu().contiguous()
+
+    def write(self, handle: Any, value: Tensor) -> None:
+        self._module.set_rng_state(value, handle.device)
+
+    position = read
+    same = unmoved = staticmethod(same_value)
+
+    def distance(self, entry: Tensor, position: Tensor) -> str:
+        return f"state {bytes(position.tolist()).hex()[:32]}..."
+
+    def new_stream(self, seed: int, index: int) -> Generator:
+        raise NotImplementedError
+
+    def bind(self, handle: Any) -> None:
+        return None
+
+    def unbind(self, token: None) -> None:
+        return None
+
+
+_others: dict[str, _ModuleBackend] = {}
+_other_defaults: dict[torch.device, _ModuleDefault] = {}
+
+
+def _other(device: torch.device) -> Covered:
+    """Return the default stream of a device that has no backend of its own."""
+    backend = _others.get(device.type)
+    if backend is None:
+        module: Any = getattr(torch, device.type, None)
+        if not (hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")):
+            raise UnsupportedDeviceError(
+                f"a tensor of this checkpointed region lives on {device}, and torch.{device.type} offers no "
+                "get_rng_state and set_rng_state, so a recompute there could draw other random numbers than its "
+                "forward. If the region draws none, pass preserve_rng_state=False"
+            )
+        backend = _others[device.type] = _ModuleBackend(module)
+    handle = _other_defaults.setdefault(device, _ModuleDefault(device))
+    return f"default ({device})", backend, handle, backend.read(handle)
+
+
+def _devices(tensors: Iterable[Tensor], module: torch.nn.Module | None) -> Iterator[torch.device]:
+    for tensor in tensors:
+        yield tensor.device
+    if module is not None:
+        for parameter in module.parameters():
+            yield parameter.device
+        for buffer in module.buffers():
+            yield buffer.device
+
+
+def _needs_devices(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether any tensor, or any parameter, can live anywhere but on the CPU and the current CUDA device."""
+    if torch.cuda.is_initialized() and torch.cuda.device_count() > 1:
+        return True
+    return any(not (tensor.is_cpu or tensor.is_cuda or tensor.is_meta) for tensor in tensors)
+
+
+def default_streams(tensors: Iterable[Tensor], module: torch.nn.Module | None) -> Iterator[Covered]:
+    """Yield the default streams to cover, as ``(name, backend, handle, value)``.
+
+    Parameters
+    ----------
+    tensors : iterable of torch.Tensor
+        Tensor arguments of the region, nested ones included.
+    module : torch.nn.Module or None
+        Module that the region calls.
+
+    Yields
+    ------
+    tuple
+        The CPU's default stream, that of the current CUDA device if CUDA is in use, and that of every other device
+        on which a tensor argument or a parameter lives.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        For a device type whose default generator cannot be read and written.
+    """
+    cpu = get_backend("cpu")
+    handle = cpu.default(0)
+    yield "default (cpu)", cpu, handle, cpu.read(handle)
+    indices: list[int] = []
+    if torch.cuda.is_initialized():
+        indices.append(torch.cuda.current_device())
+    if _needs_devices(tensors):
+        for device in dict.fromkeys(_devices(tensors, module)):
+            if device.type == "cuda":
+                if device.index not in indices:
+                    indices.append(device.index)
+            elif device.type not in ("cpu", "meta"):
+                yield _other(device)
+    if indices:
+        cuda = get_backend("cuda")
+        for index in indices:
+            handle = cuda.default(index)
+            yield f"default (cuda:{index})", cuda, handle, cuda.read(handle)
+
+
+class Foreign:
+    """All streams of another library's tracker, at one moment.
+
+    Parameters
+    ----------
+    tracker : object
+        Anything with ``get_states()`` and ``set_states(states)``, such as the trackers of Transformer Engine and
+        Megatron-core. States may be generators (written in place) or ``uint8`` tensors (set back as a whole).
+
+    Raises
+    ------
+    StreamStateTypeError
+        If the tracker lacks these methods, or a state is of another type.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        if not (hasattr(tracker, "get_states") and hasattr(tracker, "set_states")):
+            raise StreamStateTypeError(
+                f"get_rng_state_tracker returned a {type(tracker).__name__}; expected an RNG tracker with get_states() "
+                "and set_states(), such as CudaRNGStatesTracker"
+            )
+        self._tracker = tracker
+        self.states = self._copy()
+        self.by_value = any(isinstance(state, Tensor) for state in self.states.values())
+
+    def _copy(self) -> dict[str, Any]:
+        states: dict[str, Any] = {}
+        for name, state in self._tracker.get_states().items():
+            if isinstance(state, Tensor):
+                states[name] = state.clone()
+            elif isinstance(state, Generator):
+                states[name] = state
+            else:
+                raise StreamStateTypeError(
+                    f"stream {name!r} of the {type(self._tracker).__name__} that was passed holds a "
+                    f"{type(state).__name__}; expected a torch.Generator or a uint8 state tensor"
+                )
+        return states
+
+    def generators(self) -> list[tuple[str, Generator]]:
+        """Return the streams that are handles; the snapshot covers them one by one."""
+        return [(name, state) for name, state in self.states.items() if isinstance(state, Generator)]
+
+    def positions(self) -> dict[str, Tensor]:
+        """Return the states that are held by value."""
+        if not self.by_value:
+            return {}
+        return {name: state for name, state in self._copy().items() if isinstance(state, Tensor)}
+
+    def rewind(self) -> dict[str, Any] | None:
+        """Set the saved states; return the live ones for ``restore``, or None if there was nothing to set."""
+        if not self.by_value:
+            return None
+        live = self._copy()
+        self._tracker.set_states(dict(self.states))
+        return live
+
+    def restore(self, live: dict[str, Any] | None) -> None:
+        """Undo ``rewind``."""
+        if live is not None:
+            self._tracker.set_states(live)

@@ -1,0 +1,224 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Device backends: how a stream's value is read, written and made the default generator's, per device type.
+
+A *handle* is a ``torch.Generator``. A *value* is what ``Generator.get_state`` returns: a ``uint8`` CPU tensor that
+nothing ever changes in place, so one value may be kept by any number of snapshots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from transformer_engine_ext.errors import UnsupportedDeviceError
+from transformer_engine_ext.pytorch.rng.state import MT19937State, count_words, decode_state
+
+__all__ = ["CPUBackend", "CUDABackend", "DeviceBackend", "backend_of", "get_backend", "same_value"]
+
+
+class DeviceBackend(Protocol):
+    """What the snapshot and the tracker need to know of one device type."""
+
+    device_type: str
+    ordered: bool  # positions are numbers that grow with every draw
+
+    def default(self, index: int) -> Generator:
+        """Return a handle on the stream that the default generator of device ``index`` is bound to now."""
+
+    def read(self, handle: Generator) -> Tensor:
+        """Return the stream's value, also while a fork has it bound to the default generator."""
+
+    def write(self, handle: Generator, value: Tensor) -> None:
+        """Write a value into the stream in place; the handle stays the same object."""
+
+    def position(self, handle: Generator) -> Any:
+        """Return something cheap that differs whenever the stream has moved."""
+
+    def same(self, first: Any, second: Any) -> bool:
+        """Tell whether two positions are equal."""
+
+    def unmoved(self, entry: Tensor, position: Any) -> bool:
+        """Tell whether ``position`` is that of the value ``entry``."""
+
+    def distance(self, entry: Tensor, position: Any) -> str:
+        """Describe how far ``position`` lies behind the value ``entry``, for messages."""
+
+    def new_stream(self, seed: int, index: int) -> Generator:
+        """Return a new stream at the start of ``seed``."""
+
+    def bind(self, handle: Generator) -> Any:
+        """Make ``handle`` the default generator's stream; returns the token that ``unbind`` takes."""
+
+    def unbind(self, token: Any) -> None:
+        """Bind the stream again that was bound before the matching ``bind``."""
+
+
+def same_value(first: Tensor, second: Tensor) -> bool:
+    """Tell whether two state tensors (contiguous, ``uint8``, CPU) hold equal bytes."""
+    # torch.equal costs several times the comparison itself on 5 KB (4.5 to 9 us against 1 us).
+    size = first.numel()
+    return size == second.numel() and ctypes.string_at(first.data_ptr(), size) == ctypes.string_at(
+        second.data_ptr(), size
+    )
+
+
+class CPUBackend:
+    """CPU streams: mt19937, moved by value.
+
+    CPU generators have no second handle on one state, so binding a stream copies its value into the default
+    generator and, when another stream is bound, copies it back.
+    """
+
+    # Note [A bound CPU stream lives in the default generator]
+    # While a stream is bound, its value advances inside torch.default_generator and the handle's own bytes are stale;
+    # the default stream's value is parked meanwhile. Every bind first writes the outgoing stream back, so a fork
+    # nested in another fork (of the same stream or not) continues where the outer one stands, and read() and write()
+    # look where the value really is. Code that uses a handle directly (generator=handle) inside a fork of the same
+    # stream sees the stale bytes; this package never does.
+    device_type = "cpu"
+    ordered = False
+
+    def __init__(self) -> None:
+        self._default = torch.default_generator
+        self._bound: Generator = self._default
+        self._parked: Tensor | None = None
+
+    def default(self, index: int = 0) -> Generator:
+        return self._bound
+
+    def read(self, handle: Generator) -> Tensor:
+        if handle is self._bound:
+            return self._default.get_state()
+        if handle is self._default and self._parked is not None:
+            return self._parked
+        return handle.get_state()
+
+    def write(self, handle: Generator, value: Tensor) -> None:
+        if handle is self._bound:
+            self._default.set_state(value)
+        elif handle is self._default:
+            self._parked = value
+        else:
+            handle.set_state(value)
+
+    position = read
+    same = unmoved = staticmethod(same_value)
+
+    def distance(self, entry: Tensor, position: Tensor) -> str:
+        start, end = decode_state(entry), decode_state(position)
+        if not isinstance(start, MT19937State) or not isinstance(end, MT19937State):
+            return "an unknown number of 32-bit words"
+        words = count_words(start, end)
+        return "another sequence (the stream was re-seeded or set)" if words is None else f"{words} 32-bit words"
+
+    def new_stream(self, seed: int, index: int = 0) -> Generator:
+        handle = Generator()
+        handle.manual_seed(seed)
+        return handle
+
+    def bind(self, handle: Generator) -> Generator:
+        outgoing = self._bound
+        if handle is outgoing:
+            return outgoing
+        live = self._default.get_state()
+        if outgoing is self._default:
+            self._parked = live
+        else:
+            outgoing.set_state(live)
+        if handle is self._default and self._parked is not None:
+            self._default.set_state(self._parked)
+            self._parked = None
+        else:
+            self._default.set_state(handle.get_state())
+        self._bound = handle
+        return outgoing
+
+    def unbind(self, token: Generator) -> None:
+        self.bind(token)
+
+
+class CUDABackend:
+    """CUDA streams outside graph capture: philox, several handles may share one state."""
+
+    device_type = "cuda"
+    ordered = True
+
+    def default(self, index: int) -> Generator:
+        handle: Generator = torch.cuda.default_generators[index].graphsafe_get_state()
+        return handle
+
+    def read(self, handle: Generator) -> Tensor:
+        return handle.get_state()
+
+    def write(self, handle: Generator, value: Tensor) -> None:
+        handle.set_state(value)
+
+    def position(self, handle: Generator) -> int:
+        offset: int = handle.get_offset()
+        return offset
+
+    def same(self, first: int, second: int) -> bool:
+        return first == second
+
+    def unmoved(self, entry: Tensor, position: int) -> bool:
+        return int(entry.view(torch.int64)[1]) == position
+
+    def distance(self, entry: Tensor, position: int) -> str:
+        return f"{position - int(entry.view(torch.int64)[1])} random numbers per thread (offset {position})"
+
+    def new_stream(self, seed: int, index: int) -> Generator:
+        # clone_state keeps this working where Transformer Engine's own trackers work: the result is graph-safe.
+        handle: Generator = torch.cuda.default_generators[index].clone_state()
+        handle.manual_seed(seed)
+        return handle
+
+    def bind(self, handle: Generator) -> tuple[Generator, Generator]:
+        default = torch.cuda.default_generators[handle.device.index]
+        outer = default.graphsafe_get_state()
+        default.graphsafe_set_state(handle)
+        return default, outer
+
+    def unbind(self, token: tuple[Generator, Generator]) -> None:
+        token[0].graphsafe_set_state(token[1])
+
+
+_BACKENDS: dict[str, DeviceBackend] = {"cpu": CPUBackend(), "cuda": CUDABackend()}
+
+
+def get_backend(device_type: str) -> DeviceBackend:
+    """Return the backend of a device type.
+
+    Parameters
+    ----------
+    device_type : str
+        ``"cpu"`` or ``"cuda"``.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        If this package has no backend for the type.
+    """
+    try:
+        return _BACKENDS[device_type]
+    except KeyError:
+        raise UnsupportedDeviceError(
+            f"random-number streams of device type {device_type!r} cannot be tracked: there are backends for "
+            f"{', '.join(sorted(_BACKENDS))}. Keep the stream on one of these devices"
+        ) from None
+
+
+# Keyed by device: asking a torch.device for its type string costs several times this look-up.
+_by_device: dict[torch.device, DeviceBackend] = {}
+
+
+def backend_of(handle: Generator) -> DeviceBackend:
+    """Return the backend of the device that ``handle`` belongs to."""
+    device = handle.device
+    backend = _by_device.get(device)
+    if backend is None:
+        backend = _by_device[device] = get_backend(device.type)
+    return backend

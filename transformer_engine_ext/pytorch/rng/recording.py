@@ -1,0 +1,139 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Recordings: which streams a piece of code uses, each with the value that it had before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Generator, Tensor
+
+from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of
+
+__all__ = ["Recording", "StreamTable", "note_birth", "note_table", "touch"]
+
+# Note [Saved states are values]
+# A live handle moves with every draw, also with the draws of the very forward pass it was "saved" for: rewinding to it
+# rewinds nothing. So a recording keeps handles and values apart: the handle says which stream, the value (bytes that
+# nothing changes in place) says where it stood.
+
+
+class StreamTable(Protocol):
+    """A tracker as a recording sees it: a replaceable set of named streams and seeds."""
+
+    states_: dict[str, Generator]
+    seeds_: set[int]
+
+
+class _Stack(threading.local):
+    """Recordings that are open in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.open: list[Recording] = []
+
+
+_stack = _Stack()
+
+
+class Recording:
+    """Streams noted at their first touch, with the value that each had then.
+
+    Attributes
+    ----------
+    names : list of str
+        What to call each stream in messages.
+    backends, handles, values : list
+        One entry per stream, in the order of first touch; values are ``uint8`` CPU tensors.
+    known : set of int
+        ``id`` of every handle that needs no noting: noted already, or made since.
+    tables : list of tuple
+        ``(tracker, states_, seeds_)`` as they were before the set of streams first changed.
+    """
+
+    __slots__ = ("backends", "born", "handles", "known", "names", "tables", "values")
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.backends: list[DeviceBackend] = []
+        self.handles: list[Generator] = []
+        self.values: list[Tensor] = []
+        self.known: set[int] = set()
+        self.born: list[Generator] = []
+        self.tables: list[tuple[StreamTable, dict[str, Generator], set[int]]] = []
+
+    def record(self, name: str, backend: DeviceBackend, handle: Generator, value: Tensor) -> None:
+        """Note one stream; the handle is kept alive, so that its ``id`` stays its own."""
+        self.known.add(id(handle))
+        self.names.append(name)
+        self.backends.append(backend)
+        self.handles.append(handle)
+        self.values.append(value)
+
+    def open(self) -> None:
+        """Receive the touches of this thread from now on."""
+        _stack.open.append(self)
+
+    def close(self) -> None:
+        """Stop receiving touches."""
+        _stack.open.remove(self)
+
+    def positions(self, only_ordered: bool = False) -> list[Any]:
+        """Return where each noted stream stands now; with ``only_ordered``, None where positions have no order."""
+        return [
+            None if only_ordered and not backend.ordered else backend.position(handle)
+            for backend, handle in zip(self.backends, self.handles, strict=True)
+        ]
+
+    def rewind(self, values: Sequence[Tensor]) -> None:
+        """Write ``values`` into the noted streams, in place."""
+        # Note [The earliest value wins]
+        # Two handles can share one CUDA state (a second name for the default stream, say). Their values were noted at
+        # different moments, and only the earliest is the one at entry, so it must be written last.
+        for i in range(len(values) - 1, -1, -1):
+            self.backends[i].write(self.handles[i], values[i])
+
+
+# Note [First touch]
+# A stream of our trackers is noted when it is first forked, not when the region starts: its value then still is its
+# value at entry, since only a fork moves it. So a stream that a region leaves alone costs nothing, and no other
+# thread's stream is ever rewound. A recording that knows the stream ends the search: whoever noted it there noted it
+# in every recording around it too.
+def touch(name: str, handle: Generator) -> None:
+    """Tell the open recordings of this thread that a stream is about to move.
+
+    Parameters
+    ----------
+    name : str
+        What to call the stream in messages.
+    handle : torch.Generator
+        The stream.
+    """
+    stack = _stack.open
+    if not stack:
+        return
+    key = id(handle)
+    backend, value = None, None
+    for recording in reversed(stack):
+        if key in recording.known:
+            return
+        if backend is None or value is None:
+            backend = backend_of(handle)
+            value = backend.read(handle)
+        recording.record(name, backend, handle, value)
+
+
+def note_birth(handle: Generator) -> None:
+    """Tell the open recordings that a stream was made inside them, so that it has no earlier value to go back to."""
+    for recording in _stack.open:
+        recording.known.add(id(handle))
+        recording.born.append(handle)  # kept alive: a freed id could become another generator's
+
+
+def note_table(tracker: StreamTable) -> None:
+    """Tell the open recordings that a tracker's set of streams is about to change."""
+    for recording in reversed(_stack.open):
+        if any(known is tracker for known, _, _ in recording.tables):
+            return
+        recording.tables.append((tracker, dict(tracker.states_), set(tracker.seeds_)))

@@ -1,0 +1,165 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshot of all streams that a checkpointed region uses, and the rewind to it for a recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from transformer_engine_ext.errors import UnsupportedDeviceError
+from transformer_engine_ext.pytorch.rng.coverage import Foreign, default_streams
+from transformer_engine_ext.pytorch.rng.devices import backend_of
+from transformer_engine_ext.pytorch.rng.recording import Recording, StreamTable
+
+__all__ = ["Rewound", "Snapshot"]
+
+
+class Snapshot(Recording):
+    """Values of the default streams at a region's entry, and of tracked streams at their first touch.
+
+    Parameters
+    ----------
+    tensors : iterable of torch.Tensor
+        Tensor arguments of the region; their devices' default generators are covered.
+    module : torch.nn.Module, optional
+        Module that the region calls; the devices of its parameters are covered too.
+    tracker : object, optional
+        Tracker of another library that was passed to the region: covered whole, at entry.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        If a tensor lives on a device type whose default generator can be neither read nor written.
+    StreamStateTypeError
+        If ``tracker`` is no tracker, or holds something that is no stream.
+    """
+
+    __slots__ = ("bound", "cuda_ready", "ends", "foreign", "foreign_ends")
+
+    def __init__(
+        self, tensors: Iterable[Tensor], module: torch.nn.Module | None = None, tracker: object | None = None
+    ) -> None:
+        super().__init__()
+        self.ends: list[Any] | None = None
+        self.foreign_ends: dict[str, Tensor] = {}
+        self.cuda_ready = torch.cuda.is_initialized()
+        for name, backend, handle, value in default_streams(tensors, module):
+            self.record(name, backend, handle, value)
+        # Note [Binding follows the region]
+        # A region may be called inside a fork. Its "default" draws then belong to the forked stream, so the recompute,
+        # which usually runs outside that fork, binds the default generator to the stream it was bound to at entry.
+        self.bound = len(self.handles)
+        self.foreign: Foreign | None = None
+        if tracker is not None:
+            self.foreign = Foreign(tracker)
+            for name, handle in self.foreign.generators():
+                backend = backend_of(handle)
+                self.record(name, backend, handle, backend.read(handle))
+
+    def finish(self) -> None:
+        """Note where every covered stream stands at the end of forward; the audit compares with it.
+
+        Raises
+        ------
+        UnsupportedDeviceError
+            If CUDA was initialised inside the region, after its entry state could have been read.
+        """
+        if not self.cuda_ready and torch.cuda.is_initialized():
+            raise UnsupportedDeviceError(
+                "CUDA was initialised inside a checkpointed region, so the state of its default generator at the "
+                "region's entry is unknown. Touch CUDA before the first region, for example with torch.cuda.init()"
+            )
+        self.ends = self.positions()
+        if self.foreign is not None:
+            self.foreign_ends = self.foreign.positions()
+
+    def rewound(self) -> Rewound:
+        """Return a context in which all covered streams stand where they stood at the region's entry."""
+        return Rewound(self)
+
+
+class Rewound(Recording):
+    """One recompute: streams rewound on entry, put back on exit, whatever happens in between.
+
+    Attributes
+    ----------
+    complete : bool
+        Set to False by the engine when it stopped the recompute early.
+    reached, strayed : list
+        Where the snapshot's streams, and the streams that only the recompute touched, stood when it ended.
+    """
+
+    # Note [Restore on every exit]
+    # Entry stashes the live value of every covered stream before it overwrites any (two handles may share one state).
+    # Exit undoes it in this order: streams that only the recompute touched, the covered ones, sets of streams, foreign
+    # trackers, and last the binding of the default generators. Each step runs even if another fails, so a recompute
+    # that raises leaves no trace, and one that does not leaves every stream where it would stand without it.
+    __slots__ = ("_undo", "complete", "foreign_reached", "reached", "snapshot", "strayed")
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self.snapshot = snapshot
+        self.known.update(snapshot.known)
+        self.complete = True
+        self.reached: list[Any] = []
+        self.strayed: list[Any] = []
+        self.foreign_reached: dict[str, Tensor] = {}
+        self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    def __enter__(self) -> Rewound:
+        snapshot, undo = self.snapshot, self._undo
+        self.open()
+        undo.append((self.close, ()))
+        try:
+            for i in range(snapshot.bound):
+                # See Note [Binding follows the region]
+                backend = snapshot.backends[i]
+                undo.append((backend.unbind, (backend.bind(snapshot.handles[i]),)))
+            if snapshot.foreign is not None:
+                undo.append((snapshot.foreign.restore, (snapshot.foreign.rewind(),)))
+            for tracker, states, seeds in snapshot.tables:
+                undo.append((_set_table, (tracker, tracker.states_, tracker.seeds_)))
+                _set_table(tracker, dict(states), set(seeds))
+            live = [backend.read(handle) for backend, handle in zip(snapshot.backends, snapshot.handles, strict=True)]
+            undo.append((snapshot.rewind, (live,)))
+            snapshot.rewind(snapshot.values)
+        except BaseException:
+            self._restore()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self.snapshot.ends is not None:
+                self.reached = self.snapshot.positions(only_ordered=not self.complete)
+                self.strayed = self.positions()
+                if self.snapshot.foreign is not None and self.complete:
+                    self.foreign_reached = self.snapshot.foreign.positions()
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        # See Note [Restore on every exit]
+        undo = self._undo
+        undo.extend((_set_table, table) for table in self.tables)
+        undo.append((self.rewind, (self.values,)))
+        failed: BaseException | None = None
+        while undo:
+            step, args = undo.pop()
+            try:
+                step(*args)
+            except BaseException as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+
+def _set_table(tracker: StreamTable, states: dict[str, Generator], seeds: set[int]) -> None:
+    tracker.states_, tracker.seeds_ = states, seeds
