@@ -42,6 +42,7 @@ METADATA = {"Name": "transformer-engine-ext", "License-Expression": "Apache-2.0"
 
 
 def main() -> int:
+    """Return the exit code."""
     dist = Path(sys.argv[1])
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     problems = []

@@ -13,6 +13,7 @@ import transformer_engine_ext as te_ext
 
 
 def main() -> int:
+    """Return 0 if a region with a tracked stream is right."""
     here, expected = Path(te_ext.__file__).resolve(), Path(sys.argv[1]).resolve()
     if expected not in here.parents:
         print(f"Error: imported {here}, expected a file below {expected}")

@@ -1,0 +1,127 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The helpers of the other tests: they must fail when there is something to fail about."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from _helpers import FAIL_WITHOUT_CUDA, PASS_TOKEN, requires_cuda, requires_cuda_devices, run_distributed
+
+pytest_plugins = ["pytester"]
+
+#: A rank in one of several states of trouble; it leaves its process id in the folder given.
+WORKER = f"""
+import os, sys, time
+rank, folder, trouble = os.environ["RANK"], sys.argv[1], sys.argv[2]
+open(os.path.join(folder, rank), "w").write(str(os.getpid()))
+print("worker", rank, "of", os.environ["WORLD_SIZE"], trouble)
+if trouble == "hangs" and rank == "1":
+    def where_it_hangs():
+        time.sleep(600)
+    where_it_hangs()
+if trouble == "fails" and rank == "1":
+    sys.exit("rank 1 gives up")
+if trouble != "silent" or rank == "0":
+    print("{PASS_TOKEN}")
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Path:
+    path = tmp_path / "run_worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+def test_run_distributed_passes(worker: Path, tmp_path: Path) -> None:
+    result = run_distributed(worker, 2, tmp_path, "none")
+    assert "worker 1 of 2 none" in result.stdout
+
+
+def test_run_distributed_needs_every_rank_to_arrive(worker: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=f"1 of 2 ranks printed '{PASS_TOKEN}'"):
+        run_distributed(worker, 2, tmp_path, "silent")
+
+
+def test_run_distributed_reports_a_failing_rank(worker: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"exit code 1, expected 0(.|\n)*rank 1 gives up"):
+        run_distributed(worker, 2, tmp_path, "fails")
+    assert run_distributed(worker, 2, tmp_path, "fails", check=False).returncode == 1
+
+
+def test_run_distributed_ends_a_hanging_rank(worker: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"not finished after 12 s, ended(.|\n)*where_it_hangs"):
+        run_distributed(worker, 2, tmp_path, "hangs", timeout=12)
+    deadline = time.monotonic() + 10
+    pids = [int((tmp_path / rank).read_text()) for rank in "01"]
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.1)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # Ended, but not yet collected by whoever inherited it.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+CUDA_TEST = """
+from _helpers import requires_cuda, requires_cuda_devices
+
+@requires_cuda
+def test_one():
+    pass
+
+@requires_cuda_devices(2)
+def test_two():
+    pass
+
+def test_device(device):
+    assert device == "cpu"
+"""
+
+
+@pytest.mark.parametrize(
+    ("promised", "outcomes"),
+    [
+        (None, {"passed": 1, "skipped": 3}),
+        ("1", {"passed": 1, "skipped": 1, "errors": 2}),
+        ("2", {"passed": 1, "errors": 3}),
+    ],
+)
+def test_skips_fail_where_cuda_is_promised(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, promised: str | None, outcomes: dict[str, int]
+) -> None:
+    # See Note [Skips that may not be skips]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv(FAIL_WITHOUT_CUDA, raising=False)
+    if promised is not None:
+        monkeypatch.setenv(FAIL_WITHOUT_CUDA, promised)
+    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
+    pytester.makepyfile(CUDA_TEST)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(**outcomes)
+
+
+@requires_cuda
+def test_cuda_is_there() -> None:
+    assert torch.ones(1, device="cuda").item() == 1
+
+
+@requires_cuda_devices(2)
+def test_two_devices_are_there() -> None:
+    assert torch.ones(1, device="cuda:1").item() == 1
+
+
+def test_every_test_starts_from_the_known_seed() -> None:
+    assert torch.initial_seed() == 0
+    drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.manual_seed(0) and torch.rand(3))
