@@ -1,0 +1,151 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Small messages between all ranks that end in an error, never in a hang, when a rank has died."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from transformer_engine_ext.errors import PeerFailureError
+
+__all__ = ["DEFAULT_TIMEOUT", "ControlGroup"]
+
+#: How long ranks wait for each other. Generous, since one rank may still be writing its weights when others save.
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+# Once its group is gone, a surviving rank answers the roll call within milliseconds.
+_ROLL_CALL_SECONDS = 5.0
+
+_T = TypeVar("_T")
+
+
+# Note [A dead peer is an error]
+# Messages go through a gloo group of their own: it works on CPU tensors whatever backend the job uses, and its
+# time-out belongs to this package instead of being the job's (30 minutes with gloo). A collective on it fails at once
+# where a connection to the dead rank breaks, else when the time-out ends. Whoever fails first destroys its side of the
+# group, so that the ranks that wait for *it* fail too instead of waiting on; then every survivor answers a roll call
+# through the rendezvous store, and those who do not answer are named.
+class ControlGroup:
+    """All ranks of the job, for messages of a few bytes per rank. Every method is a collective call.
+
+    Parameters
+    ----------
+    timeout : timedelta
+        How long to wait for the other ranks, per collective.
+
+    Raises
+    ------
+    PeerFailureError
+        From every method: if a rank died or did not answer in time.
+    RuntimeError
+        From every method: if the default process group is another one than when this object was made.
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self.timeout = timeout
+        initialised = dist.is_available() and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if initialised else (0, 1)
+        self._world = dist.group.WORLD if initialised else None
+        self._group: dist.ProcessGroup | None = None
+
+    def gather(self, payload: bytes, what: str) -> list[bytes] | None:
+        """Return every rank's bytes, in the order of ranks, on rank 0; None on the others."""
+        if self.world_size == 1:
+            return [payload]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        self._guarded(what, lambda group: dist.all_gather(sizes, torch.tensor([len(payload)]), group=group))
+        width = int(max(sizes))
+        padded = _to_tensor(payload.ljust(width, b"\0"))
+        if self.rank:
+            self._guarded(what, lambda group: dist.gather(padded, None, dst=0, group=group))
+            return None
+        received = [torch.empty_like(padded) for _ in range(self.world_size)]
+        self._guarded(what, lambda group: dist.gather(padded, received, dst=0, group=group))
+        return [_to_bytes(row)[: int(size)] for row, size in zip(received, sizes, strict=True)]
+
+    def broadcast(self, payload: bytes, what: str) -> bytes:
+        """Return rank 0's bytes on every rank; what the other ranks pass is ignored."""
+        if self.world_size == 1:
+            return payload
+        size = torch.tensor([len(payload)])
+        self._guarded(what, lambda group: dist.broadcast(size, 0, group=group))
+        message = _to_tensor(payload) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        if int(size):
+            self._guarded(what, lambda group: dist.broadcast(message, 0, group=group))
+        return _to_bytes(message)
+
+    def first_failure(self, failed: bool, what: str) -> int | None:
+        """Return the lowest rank that passed ``failed=True``, on every rank; None if no rank did."""
+        if self.world_size == 1:
+            return 0 if failed else None
+        flag = torch.tensor([self.rank if failed else self.world_size])
+        self._guarded(what, lambda group: dist.all_reduce(flag, dist.ReduceOp.MIN, group=group))
+        return int(flag) if int(flag) < self.world_size else None
+
+    def relay(self, payload: bytes, source: int, what: str) -> bytes:
+        """Return the bytes that rank `source` passed, on every rank."""
+        gathered = self.gather(payload if self.rank == source else b"", what)
+        return self.broadcast(gathered[source] if gathered is not None else b"", what)
+
+    def _guarded(self, what: str, collective: Callable[[dist.ProcessGroup], _T]) -> _T:
+        if dist.group.WORLD is not self._world:
+            raise RuntimeError(
+                f"{what}: torch.distributed was ended or initialised anew since this object was made (then: rank "
+                f"{self.rank} of {self.world_size}); make a new one"
+            )
+        # See Note [A dead peer is an error]
+        try:
+            if self._group is None:
+                # Made at the first message, since making it is a collective call itself.
+                self._group = dist.new_group(backend="gloo", timeout=self.timeout)
+            return collective(self._group)
+        except RuntimeError as error:
+            raise PeerFailureError(self._explain(what, error)) from error
+
+    def _explain(self, what: str, error: RuntimeError) -> str:
+        name = "new" if self._group is None else self._group.group_name
+        if self._group is not None:
+            with suppress(RuntimeError):
+                dist.destroy_process_group(self._group)
+            self._group = None
+        missing = self._roll_call(name)
+        head = f"{what}: rank {self.rank} of {self.world_size} could not finish the exchange with the other ranks. "
+        if missing is None:
+            who = "The rendezvous store is gone too: the process that hosts it (normally rank 0) has died. "
+        elif missing:
+            names = ", ".join(map(str, missing))
+            who = f"{'Rank' if len(missing) == 1 else 'Ranks'} {names} died or did not answer. "
+        else:
+            who = f"Every rank still runs, so one was more than {self.timeout.total_seconds():g} s late. "
+        return (
+            f"{head}{who}Nothing was changed here; look at the missing rank's log and restart the job. Cause: {error}"
+        )
+
+    def _roll_call(self, group_name: str) -> list[int] | None:
+        """Return the ranks that do not answer; None if the store does not answer."""
+        keys = [f"transformer_engine_ext/roll_call/{group_name}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(keys[self.rank], "here")
+            while not store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:
+            return None
+
+
+def _to_tensor(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+
+
+def _to_bytes(message: Tensor) -> bytes:
+    return bytes(message.tolist())
