@@ -16,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _helpers import FAIL_WITHOUT_CUDA, requires_cuda
+from _leaks import bindings, flags, leaks
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +45,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def known_seed() -> Iterator[None]:
-    """Every test starts from one seed, whatever ran before it and in whatever order."""
+def nothing_left_behind() -> Iterator[None]:
+    """Start every test from one seed; fail it if it leaves a stream bound, a flag set or a recording open."""
     torch.manual_seed(0)
+    bound, flagged = bindings(), flags()
     yield
+    found = leaks(bound, flagged)
+    if found:
+        pytest.fail("left behind: " + "; ".join(found), pytrace=False)

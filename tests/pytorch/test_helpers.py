@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from _helpers import FAIL_WITHOUT_CUDA, PASS_TOKEN, requires_cuda, requires_cuda_devices, run_distributed
+from _helpers import FAIL_WITHOUT_CUDA, PASS_TOKEN, REPO, TESTS, requires_cuda, requires_cuda_devices, run_distributed
+from _leaks import bindings, flags, leaks
 
 pytest_plugins = ["pytester"]
 
@@ -106,9 +107,51 @@ def test_skips_fail_where_cuda_is_promised(
     monkeypatch.delenv(FAIL_WITHOUT_CUDA, raising=False)
     if promised is not None:
         monkeypatch.setenv(FAIL_WITHOUT_CUDA, promised)
-    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
+    pytester.makeconftest((TESTS / "conftest.py").read_text())
     pytester.makepyfile(CUDA_TEST)
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(**outcomes)
+
+
+LEAKY_TEST = """
+import pytest, torch
+from transformer_engine_ext.pytorch.rng.devices import get_backend
+from transformer_engine_ext.pytorch.rng.recording import Recording
+
+def test_binds():
+    get_backend("cpu").bind(torch.Generator())
+
+def test_rests():
+    assert get_backend("cpu").default(0) is torch.default_generator
+
+def test_records():
+    Recording().open()
+
+def test_hooks():
+    torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x).__enter__()
+"""
+
+
+def test_what_a_test_leaves_behind_fails_it(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only it: the binding is put back. In a process of its own, since hooks and recordings are not."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(REPO)]))
+    pytester.makeconftest((TESTS / "conftest.py").read_text())
+    pytester.makepyfile(LEAKY_TEST)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=4, errors=3)
+    result.stdout.fnmatch_lines(["*the default generator of cpu is bound to another stream than before*"])
+    result.stdout.fnmatch_lines(["*open recordings is 1, expected 0*"])
+    result.stdout.fnmatch_lines(["*saved-tensor hooks is True, expected False*"])
+
+
+@requires_cuda
+def test_a_cuda_binding_that_is_left_behind_is_found() -> None:
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    before, flagged = bindings(), flags()
+    other = default.clone_state()
+    assert leaks(before, flagged) == []
+    default.graphsafe_set_state(other)
+    assert len(leaks(before, flagged)) == 1
+    assert leaks(before, flagged) == []
 
 
 @requires_cuda
