@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -127,18 +128,14 @@ def _end(process: subprocess.Popen[bytes], grace: float = 5.0) -> None:
         time.sleep(0.05)
     for pid in (*ranks, *_descendants(process.pid)):
         _signal(pid, signal.SIGKILL)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _descendants(pid: int) -> list[int]:
