@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -94,3 +95,12 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the gradient that backward must have left on a leaf."""
     assert tensor.grad is not None, "backward left no gradient"
     return tensor.grad
+
+
+def keep_pytest_off_torchs_operator_log() -> None:
+    """Call in a fixture of tests with ``debug=True``: torch logs operators with arguments that are not for ``%``.
+
+    torch keeps its logger from propagating, whereupon pytest attaches its capturing handler to that logger itself and
+    fails on formatting. It does so before each phase of a test, and only to loggers that do not propagate.
+    """
+    logging.getLogger("LoggingTensor").propagate = True
