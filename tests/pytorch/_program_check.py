@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from _program_machines import KEEP, BoomError, Machine, Reference, TrapError, bits
+from _program_machines import KEEP, BoomError, Machine, Record, Reference, TrapError, bits
 from _programs import (
     ALIAS,
     SHARED,
@@ -114,9 +114,9 @@ class Checkpointed(Machine):
 
         def function(x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
             recomputing, in_region, own = self.flags()
-            expect(in_region, "in_checkpoint_region() is False inside a region")
-            expect(recomputing == self.in_backward, f"is_recomputing(): {recomputing}, in backward: {self.in_backward}")
-            expect(recomputing or not own, "the innermost region is in its recompute, yet none is")
+            assert in_region, "in_checkpoint_region() is False inside a region"
+            assert recomputing == self.in_backward, f"is_recomputing(): {recomputing}, in backward: {self.in_backward}"
+            assert recomputing or not own, "the innermost region is in its recompute, yet none is"
             self.recomputed[node.number] += own
             outer = self.forks, self.regions
             # What the recompute runs under is what forward ran under, for the books of this class too.
@@ -138,13 +138,13 @@ class Checkpointed(Machine):
             raise
         finally:
             after = self.flags()
-            expect(after == before, f"(recomputing, in region, own) were {before} before a region, {after} after it")
+            assert after == before, f"(recomputing, in region, own) were {before} before a region, {after} after it"
 
     def flags(self) -> tuple[bool, bool, bool]:
         return self.engine.recomputing(), self.engine.in_region(), self.engine.own_recompute()
 
     def after_statement(self) -> None:
-        expect(not any(self.flags()), f"{self.where}: (recomputing, in region, own) left as {self.flags()}")
+        assert not any(self.flags()), f"(recomputing, in region, own) left as {self.flags()}"
 
     def _Unused(self, node: Any, h: torch.Tensor) -> torch.Tensor:
         if any(hasattr(below, "reentrant") for below in nodes(node.body)):
@@ -184,7 +184,7 @@ class Checkpointed(Machine):
         needed = Counter(number for batch in roots for number in self.must[batch])
         for number, times in needed.items():
             got = self.recomputed[number] - before[number]
-            expect(got >= times, f"{self.where}: region {number} recomputed {got} times, needs {times}")
+            assert got >= times, f"region {number} recomputed {got} times, needs {times}"
 
     def _attempt(self, statement: Any, roots: dict[int, torch.Tensor]) -> bool:
         """Run a backward; False if a trap went off in it, which must leave every stream where it was."""
@@ -197,7 +197,7 @@ class Checkpointed(Machine):
                 self.backward(roots, statement.retain or bool(self.armed))
         except TrapError:
             moved = [name for name, generator in states.items() if bits(generator.get_state()) != live[name]]
-            expect(not moved, f"{self.where}: an exception in the recompute moved {moved}")
+            assert not moved, f"an exception in the recompute moved {moved}"
             return False
         finally:
             self.in_backward = False
@@ -218,12 +218,6 @@ class Checkpointed(Machine):
         self.features |= {"backward inside a fork"} if statement.fork else set()
 
 
-def expect(condition: bool, message: str) -> None:
-    """Fail the program: the check of a property that no comparison of records can see."""
-    if not condition:
-        raise AssertionError(message)
-
-
 def check(program: Program, device: str, engine: Any) -> set[str]:
     """Run `program` both ways; return what took place, or raise an AssertionError that shows the program."""
     expected = Reference(program, device).run()
@@ -231,12 +225,21 @@ def check(program: Program, device: str, engine: Any) -> set[str]:
     try:
         got = machine.run()
     except Exception as error:
-        raise AssertionError(f"{type(error).__name__}: {error}\n{program!r}") from error
-    for (label, right), (also, value) in zip(expected, got, strict=True):
-        expect(label == also and right == value, f"differs from the run without checkpointing: {label}\n{program!r}")
-    if any(value.strip(b"\0") for label, value in got if "gradient" in label):
+        raise AssertionError(f"{type(error).__name__} in {machine.where()}: {error}\n{program!r}") from error
+    if got != expected:
+        raise AssertionError(f"{_first_difference(program, expected, got)}\n{program!r}")
+    if any(value.strip(b"\0") for _, what, _, value in got if what.startswith("gradient")):
         machine.features.add("gradients not all zero")
     return machine.features
+
+
+def _first_difference(program: Program, expected: list[Record], got: list[Record]) -> str:
+    for right, wrong in zip(expected, got, strict=False):
+        if right != wrong:
+            index, what, name, _ = right
+            where = f"statement {index}, {program.script[index]!r}"
+            return f"differs from the run without checkpointing: {what} {name} after {where}"
+    return f"{len(got)} records, {len(expected)} without checkpointing"
 
 
 # The least share of programs in which each must take place, about half of what the generator gives.
@@ -266,3 +269,9 @@ def coverage_report(programs: int, features: Counter[str], device: str) -> str:
     """Return a table of what share of `programs` each thing took place in."""
     rows = [f"  {features[name] / max(programs, 1):6.1%}  {name}" for name in MINIMUM_SHARES]
     return "\n".join((f"\n{programs} random programs on {device}; share of them with", *rows))
+
+
+def too_rare(programs: int, features: Counter[str]) -> dict[str, float]:
+    """Return what took place in fewer programs than it must, with its share."""
+    shares = {name: features[name] / programs for name in MINIMUM_SHARES}
+    return {name: share for name, share in shares.items() if share < MINIMUM_SHARES[name]}

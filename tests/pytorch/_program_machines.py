@@ -15,7 +15,8 @@ import torch
 
 from _programs import ALIAS, SHARED, STREAM_SEEDS, STREAMS, Forward, Program
 
-Record = tuple[str, bytes]
+# (index of the statement, what it is, its bits). Text only where something differs: most of it would be thrown away.
+Record = tuple[int, str, Any, bytes]
 
 SHAPE = (2, 3)
 KEEP = 0.75
@@ -63,12 +64,15 @@ class Machine:
 
     def run(self) -> list[Record]:
         for index, statement in enumerate(self.program.script):
-            self.where = f"statement {index}, {statement!r}"
+            self.index = index
             getattr(self, f"_do_{type(statement).__name__}")(statement)
             self.after_statement()
             states = {**self.defaults, **self.streams}
-            self.records += [(f"{self.where}: state of {name}", bits(g.get_state())) for name, g in states.items()]
+            self.records += [(index, "state of", name, bits(g.get_state())) for name, g in states.items()]
         return self.records
+
+    def where(self) -> str:
+        return f"statement {self.index}, {self.program.script[self.index]!r}"
 
     def after_statement(self) -> None:
         """Look at what must hold between any two statements."""
@@ -85,8 +89,8 @@ class Machine:
             output = None
         self.outputs[statement.batch] = output
         needs_grad = output is not None and output.requires_grad
-        self.records.append((f"{self.where}: needs_grad", str(needs_grad).encode()))
-        self.records.append((f"{self.where}: output", bits(output)))
+        self.records.append((self.index, "requires_grad of", "output", str(needs_grad).encode()))
+        self.records.append((self.index, "bits of", "output", bits(output)))
 
     def _do_Backward(self, statement: Any) -> None:
         found = [(batch, self.outputs.get(batch)) for batch in statement.batches]
@@ -94,9 +98,8 @@ class Machine:
         if not roots:
             return
         self.differentiate(statement, roots)
-        for name, leaves in (("input", self.inputs), ("weight", self.weights)):
-            for key, leaf in leaves.items():
-                self.records.append((f"{self.where}: gradient of {name} {key}", bits(leaf.grad)))
+        self.records += [(self.index, "gradient of input", key, bits(leaf.grad)) for key, leaf in self.inputs.items()]
+        self.records += [(self.index, "gradient of weight", key, bits(leaf.grad)) for key, leaf in self.weights.items()]
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
@@ -115,7 +118,7 @@ class Machine:
             output = self.body(statement.body, INPUTS[0].to(self.device))
         except BoomError:
             output = None
-        self.records.append((f"{self.where}: output", bits(output)))
+        self.records.append((self.index, "bits of", "output", bits(output)))
 
     def _do_Reseed(self, statement: Any) -> None:
         self.default.manual_seed(statement.seed)

@@ -44,8 +44,8 @@ Pick = Callable[[int], int]
 
 # How often each kind of node is taken, by weight; the first must stay a leaf, for it is what shrinking ends at.
 LEAVES = {"draw": 6, "lin": 3, "op": 3}
-RARE_LEAVES = {"boom": 1, "trap": 1}
-BRANCHES = {"region": 12, "fork": 6, "residual": 1, "no_grad": 1, "unused": 1, "attempt": 2}
+BRANCHES = {"region": 12, "fork": 7, "residual": 1, "no_grad": 1, "unused": 1, "attempt": 1}
+FAULTS = {"trap": 5, "attempt": 5, "boom": 1}
 MAX_DEPTH = 5
 
 
@@ -63,7 +63,7 @@ class Writer:
         branches = dict(BRANCHES) if streams else {name: w for name, w in BRANCHES.items() if name != "fork"}
         self.leaf = _table(LEAVES)
         self.any = _table(LEAVES, branches)
-        self.faulty = _table(LEAVES, branches, RARE_LEAVES)
+        self.faulty = _table(LEAVES, branches, FAULTS)
 
     def choose(self, options: Any) -> Any:
         return options[self.pick(len(options))]
@@ -73,9 +73,9 @@ class Writer:
         return self.pick(100) >= 100 - percent
 
     def program(self) -> Program:
-        seed = self.pick(1000)
-        # One program in three may raise; if all could, exceptions would hide what comes after them.
-        self.faults = self.chance(35)
+        seed = self.pick(100)
+        # Some programs may raise; if all could, exceptions would hide what comes after them.
+        self.faults = self.chance(40)
         models = tuple(self.body(0, 8 + 6 * self.pick(3)) for _ in range(1 + self.chance(20)))
         return Program(seed, models, self.script(len(models)))
 
@@ -111,8 +111,8 @@ class Writer:
             return self.region(body)
         if kind == "fork":
             return Fork(self.choose(STREAMS), body)
-        if kind == "attempt" and self.faults and self.pick(2):
-            body = (*body, Boom())
+        if kind == "attempt" and self.faults and self.pick(4):
+            body = (self.region((*body, Boom())),)
         return {"residual": Residual, "no_grad": NoGrad, "unused": Unused, "attempt": Attempt}[kind](body)
 
     def region(self, body: Body) -> Region:
