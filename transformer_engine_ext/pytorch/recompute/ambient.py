@@ -1,0 +1,87 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Ambient settings that a recompute must share with its forward: autocast and the default device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+import torch
+
+__all__ = ["Ambient", "autocast_cache_off"]
+
+_AutocastState = tuple[bool, torch.dtype]
+
+
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type == "cpu":
+        return ("cpu",)
+    return ("cpu", accelerator.type)
+
+
+_types: tuple[str, ...] | None = None
+
+
+def _autocast_states() -> tuple[_AutocastState, ...]:
+    global _types
+    if _types is None:
+        _types = _device_types()
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _types)
+
+
+class Ambient:
+    """Settings of the moment of construction."""
+
+    __slots__ = ("_autocast", "_device_mode")
+
+    def __init__(self) -> None:
+        self._autocast = _autocast_states()
+        self._device_mode = _device_mode() if torch._C._len_torch_function_stack() else None
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast was on for any device type."""
+        return any(enabled for enabled, _ in self._autocast)
+
+    def again(self) -> AbstractContextManager[object]:
+        """Return a context with these settings; it costs nothing where they hold already."""
+        now = _autocast_states()
+        if now == self._autocast and self._device_mode is None:
+            return _SAME
+        stack = ExitStack()
+        for kind, wanted, present in zip(_types or (), self._autocast, now, strict=True):
+            if wanted != present:
+                stack.enter_context(torch.autocast(kind, enabled=wanted[0], dtype=wanted[1]))
+        if self._device_mode is not None:
+            stack.enter_context(torch.device(self._device_mode))
+        return stack
+
+
+_SAME = nullcontext()
+
+
+def _device_mode() -> torch.device | None:
+    """Return the device of the innermost ``torch.device`` context, where factory functions make their tensors."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return modes[-1].device if modes else None
+
+
+# Note [Casts made without grad stay out of the cache]
+# Autocast keeps the low-precision copy of a weight for the rest of its scope. A copy made under no_grad has no graph, so
+# whoever finds it in the cache later (the recompute, or code outside the region in the same scope) would compute no
+# gradient for that weight. A reentrant forward runs under no_grad, so its casts must not be kept.
+class autocast_cache_off:  # noqa: N801 (reads as what it does)
+    """Context without autocast's cache of weight casts."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_autocast_cache_enabled(self._before)

@@ -1,0 +1,270 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The non-reentrant engine: saved-tensor hooks keep places instead of tensors, and a recompute fills them.
+
+It follows the semantics of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine_ext.errors import SavedTensorMismatchError
+from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, unpack_call
+from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs
+from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
+from transformer_engine_ext.pytorch.recompute.region import Region, StopRecompute
+
+__all__ = ["run_non_reentrant"]
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_sequence_number = torch._C._autograd._get_sequence_nr
+_graph_task = torch._C._current_graph_task_id
+
+Metadata = tuple[torch.Size, torch.dtype, torch.device]
+
+_TIP = (
+    "The function must run the same operators in forward and recompute. For a list of them, pass debug=True or use "
+    "torch.utils.checkpoint.set_checkpoint_debug_enabled(True); determinism_check='none' turns the comparison of "
+    "shapes off. Code that must run once only can ask transformer_engine_ext.pytorch.is_recomputing()."
+)
+
+
+class _Place:
+    """Where one saved tensor would be: filled by a recompute, emptied by the unpack that follows.
+
+    The graph holds it, the region only refers to it: a place that the graph has let go needs no tensor.
+    """
+
+    __slots__ = ("__weakref__", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: dict[object, Tensor] = {}
+
+
+class _Saving:
+    """One region on this engine: its places, and the hooks that fill them.
+
+    Attributes
+    ----------
+    places : list of weakref
+        One for every tensor that forward saved, in order.
+    metadata : list of tuple, or None
+        Shape, dtype and device of each; None with ``determinism_check="none"``.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        packed: PackedCall,
+        inputs: SavedInputs,
+        early_stop: bool,
+        check: bool,
+        logs: OperatorLogs | None,
+    ) -> None:
+        self.region = region
+        self.packed = packed
+        self.inputs = inputs
+        self.early_stop = early_stop
+        self.logs = logs
+        self.places: list[weakref.ref[_Place]] = []
+        self.metadata: list[Metadata] | None = [] if check else None
+        self.last_save = -1
+        # Whether autograd nodes were made behind the last save; unknown (True) until forward has ended.
+        self.open_end = True
+        self.ended = False
+        self.loose = False
+        self.recomputed: set[object] = set()
+
+    # Hooks of the forward.
+
+    def save(self, tensor: Tensor) -> _Place:
+        place = _Place()
+        self.places.append(weakref.ref(place))
+        if self.metadata is not None:
+            self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
+        self.last_save = _sequence_number()
+        return place
+
+    # Note [One recompute per backward pass]
+    # The first unpack of a backward pass (a graph task) runs the function again and fills all places that the graph
+    # still holds; every further unpack of that pass takes from them and empties them, also with retain_graph, so that
+    # recomputed tensors live no longer than needed. Passes may overlap (a backward inside another one): tensors are
+    # kept per task. Outside of any pass (somebody reads grad_fn._saved_self) the task is -1, which is no identity, so
+    # such a read recomputes for itself.
+    def load(self, place: _Place) -> Tensor:
+        task = _task()
+        if task not in self.recomputed:
+            try:
+                self._recompute(task)
+            except SavedTensorMismatchError as error:
+                if self.logs is None:
+                    raise
+                raise SavedTensorMismatchError(f"{error}\n{self.logs.report()}") from None
+            self.recomputed.add(task)
+        try:
+            return place.tensors.pop(task)
+        except KeyError:
+            raise SavedTensorMismatchError(
+                "Unpack is being triggered for a tensor that was already unpacked once in this backward pass. Read "
+                "ctx.saved_tensors once and keep the result: recomputed tensors are freed as they are handed out"
+            ) from None
+
+    def _recompute(self, task: object) -> None:
+        tensors = self.inputs.load()
+        run = _Run(self, task)
+        _push_hooks(run.fill, _identity)
+        try:
+            self.region.recompute(*unpack_call(self.packed, tensors))
+        finally:
+            _pop_hooks()
+        run.check()
+
+
+class _Run:
+    """One recompute: counts what it saves and compares it with the forward."""
+
+    __slots__ = ("count", "different", "early_stop", "saving", "surplus", "task")
+
+    def __init__(self, saving: _Saving, task: object) -> None:
+        self.saving = saving
+        self.task = task
+        self.count = 0
+        self.surplus = 0
+        self.different: list[str] = []
+        # Note [Smart stop]
+        # Stopping through C++ by an exception costs about 30 us. Where forward made no autograd node behind its last
+        # save, nothing worth skipping is left, so the function simply returns: cheaper, and the audit can compare
+        # where every stream ended.
+        self.early_stop = saving.early_stop and saving.open_end
+
+    # See Note [One recompute per backward pass]
+    def fill(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        saving, number = self.saving, self.count
+        if number >= len(saving.places):
+            self.surplus += 1
+            return tensor
+        self.count = number + 1
+        place = saving.places[number]()
+        # The graph may have let a place go, by a backward inside the region; then nobody will ask for its tensor.
+        if place is not None:
+            place.tensors[self.task] = tensor
+            metadata = saving.metadata
+            if metadata is not None:
+                found = (tensor.shape, tensor.dtype, tensor.device)
+                if found != metadata[number]:
+                    self.different.append(
+                        f"tensor at position {number}:\n"
+                        f"  saved metadata: {_described(metadata[number])}\n"
+                        f"  recomputed metadata: {_described(found)}"
+                    )
+        if self.early_stop and self.count == len(saving.places):
+            raise StopRecompute
+        # Not the place: the function may run a backward of its own over the graph of the recompute.
+        return tensor
+
+    def check(self) -> None:
+        saving = self.saving
+        if not saving.ended:
+            # A backward inside the region: forward goes on behind this point, so counts may differ from now on.
+            saving.loose = saving.loose or self.surplus > 0
+            return
+        expected, saved = len(saving.places), self.count + self.surplus
+        if expected != saved and not saving.loose:
+            self._empty()
+            raise SavedTensorMismatchError(
+                "A different number of tensors was saved during the original forward and recomputation.\n"
+                f"Number of tensors saved during forward: {expected}\n"
+                f"Number of tensors saved during recomputation: {saved}\n{_TIP}"
+            )
+        if self.different:
+            self._empty()
+            raise SavedTensorMismatchError(
+                "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
+                + "\n".join(self.different)
+                + f"\n{_TIP}"
+            )
+
+    def _empty(self) -> None:
+        for reference in self.saving.places:
+            place = reference()
+            if place is not None:
+                place.tensors.pop(self.task, None)
+
+
+def _described(metadata: Metadata) -> str:
+    shape, dtype, device = metadata
+    return f"shape {tuple(shape)}, {dtype}, {device}"
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_exec_group: Callable[[], object] | None = getattr(torch._C, "_get_graph_exec_group", None)
+
+
+def _task() -> object:
+    """Return what identifies the present backward pass; torch's GraphExecGroup joins several into one."""
+    if _exec_group is not None:
+        group = _exec_group()
+        if group is not None:
+            return group
+    task: int = _graph_task()
+    return object() if task == -1 else task
+
+
+def run_non_reentrant(
+    region: Region,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    packed: PackedCall,
+    tensors: Sequence[Tensor],
+    early_stop: bool,
+    check: bool,
+    logs: OperatorLogs | None,
+) -> Any:
+    """Run a region's forward on this engine.
+
+    Parameters
+    ----------
+    region : Region
+        The region.
+    args, kwargs : sequence, dict
+        The original arguments.
+    packed : tuple
+        The same, with the tensors taken out by ``pack_call``.
+    tensors : sequence of torch.Tensor
+        Those tensors.
+    early_stop : bool
+        Whether a recompute ends with the last tensor that backward needs.
+    check : bool
+        Whether to compare shape, dtype and device of the recomputed tensors with the saved ones.
+    logs : OperatorLogs or None
+        What to report on a mismatch, with ``debug=True``.
+
+    Returns
+    -------
+    object
+        What the function returned.
+    """
+    saving = _Saving(region, packed, SavedInputs(tensors), early_stop, check, logs)
+    _push_hooks(saving.save, saving.load)
+    try:
+        result = region.forward(args, kwargs)
+    finally:
+        _pop_hooks()
+    saving.ended = True
+    if saving.places:
+        saving.open_end = saving.last_save != _sequence_number()
+        if region.snapshot is not None:
+            region.snapshot.finish()
+    return result

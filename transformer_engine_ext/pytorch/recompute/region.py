@@ -1,0 +1,188 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A region: one checkpointed call, run forward once and recomputed any number of times. Both engines build on it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import noop_context_fn
+
+from transformer_engine_ext.errors import CheckpointArgumentError
+from transformer_engine_ext.pytorch.recompute.ambient import Ambient
+from transformer_engine_ext.pytorch.recompute.hooks import active_hooks, enter_hooks, leave_hooks
+from transformer_engine_ext.pytorch.recompute.phase import FORWARD, RECOMPUTE, enter_phase, leave_phase
+from transformer_engine_ext.pytorch.recompute.selective import replaying_draws
+from transformer_engine_ext.pytorch.rng import Snapshot, audit
+
+__all__ = ["Region", "StopRecompute"]
+
+Context = AbstractContextManager[Any]
+
+
+class StopRecompute(BaseException):  # noqa: N818 (not an error)
+    """Ends a recompute that has produced all that backward needs.
+
+    A ``BaseException``, so that an ``except Exception`` in the user's function cannot swallow it. Always a fresh
+    instance: its traceback holds the frames of the function, and with them tensors.
+    """
+
+
+# Note [A region is independent of its neighbours]
+# Whatever a recompute needs is held by the region itself: streams and values, flags, autocast, hooks' memories. Nothing
+# is looked up in globals or thread-locals at recompute time, and nothing is used up by a recompute, so regions may nest,
+# interleave, be dropped, or be recomputed several times, in any thread.
+class Region:
+    """What one checkpointed call needs to be run again.
+
+    Parameters
+    ----------
+    function : callable
+        What to run.
+    reentrant : bool
+        Which engine this is for.
+    tensors : sequence of torch.Tensor
+        The call's tensor arguments, nested ones included; not kept.
+    preserve_rng_state : bool
+        Whether to rewind streams for recomputes.
+    tracker : object or None
+        A tracker whose streams must be covered whole, at entry.
+    context_fn : callable
+        Returns the contexts for forward and recompute.
+    """
+
+    __slots__ = (
+        "_ambient",
+        "_forward_context",
+        "_function",
+        "_hooks",
+        "_memories",
+        "_recompute_context",
+        "reentrant",
+        "snapshot",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        reentrant: bool,
+        tensors: Sequence[Tensor],
+        preserve_rng_state: bool,
+        tracker: object | None,
+        context_fn: Callable[[], tuple[Context, Context]],
+    ) -> None:
+        self._function = function
+        self.reentrant = reentrant
+        self._forward_context: Context | None = None
+        self._recompute_context: Context | None = None
+        if context_fn is not noop_context_fn:
+            self._forward_context, self._recompute_context = context_fn()
+            if preserve_rng_state:
+                self._forward_context, self._recompute_context = replaying_draws(
+                    self._forward_context, self._recompute_context
+                )
+        self._ambient = Ambient()
+        self._hooks = active_hooks()
+        self._memories: list[dict[str, Any]] = [{} for _ in self._hooks]
+        self.snapshot = Snapshot(tensors, _module_of(function), tracker) if preserve_rng_state else None
+
+    @property
+    def casts(self) -> bool:
+        """Whether the region's forward runs under autocast."""
+        return self._ambient.casts
+
+    def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the function for the first time.
+
+        Parameters
+        ----------
+        args, kwargs : sequence, dict
+            The original arguments.
+
+        Returns
+        -------
+        object
+            What the function returned.
+        """
+        context, snapshot = self._forward_context, self.snapshot
+        before = enter_phase(FORWARD, self.reentrant)
+        try:
+            entered = enter_hooks(self._hooks, self._memories, False, self.reentrant) if self._hooks else None
+            if snapshot is not None:
+                snapshot.open()
+            try:
+                if context is None:
+                    return self._function(*args, **kwargs)
+                with context:
+                    return self._function(*args, **kwargs)
+                raise CheckpointArgumentError(
+                    "the forward context that context_fn returned suppressed an exception of the checkpointed "
+                    "function, so there is no result to return; make the context re-raise it"
+                )
+            finally:
+                if snapshot is not None:
+                    snapshot.close()
+                if entered is not None:
+                    leave_hooks(entered, False)
+        finally:
+            leave_phase(before)
+
+    def recompute(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the function again as in its forward: streams rewound, flags, autocast and contexts as they were.
+
+        Parameters
+        ----------
+        args, kwargs : sequence, dict
+            The arguments, with the tensors to compute with.
+
+        Returns
+        -------
+        object
+            What the function returned; None if ``StopRecompute`` ended it.
+
+        Raises
+        ------
+        RecomputeMismatchError
+            If a stream ends elsewhere than after the forward.
+        """
+        before = enter_phase(RECOMPUTE, self.reentrant)
+        try:
+            entered = enter_hooks(self._hooks, self._memories, True, self.reentrant) if self._hooks else None
+            try:
+                if self.snapshot is None:
+                    return self._call(args, kwargs)[0]
+                with self.snapshot.rewound() as rewound:
+                    result, rewound.complete = self._call(args, kwargs)
+                audit(rewound)
+                return result
+            finally:
+                if entered is not None:
+                    leave_hooks(entered, True)
+        finally:
+            leave_phase(before)
+
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """Return the function's result, and whether it ran to its end."""
+        context = self._recompute_context
+        try:
+            with self._ambient.again(), torch.enable_grad():
+                if context is None:
+                    return self._function(*args, **kwargs), True
+                with context:
+                    return self._function(*args, **kwargs), True
+                return None, True
+        except StopRecompute:
+            return None, False
+
+
+def _module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
+    """Return the module that a call of ``function`` runs, if it shows: itself, its method's owner, or in a partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, torch.nn.Module) else None
