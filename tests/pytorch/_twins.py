@@ -36,8 +36,12 @@ class Bench:
         Leaves of ones: the input, whose gradient is a mask, and a factor, whose product saves what it multiplies.
     tracker
         Holds the streams ``a``, ``b`` and ``c``.
+    also
+        Further trackers, all of whose streams must agree between the twins too.
     checkpoint
         ``te_checkpoint`` with one engine chosen, or a plain call.
+    skip_streams
+        Leave the tracker's own streams out of the comparison.
     checkpointed
         Whether this is the twin with checkpointing.
     """
@@ -55,12 +59,18 @@ class Bench:
             for name, seed in STREAM_SEEDS.items():
                 tracker.add(name, seed)
         self.tracker = tracker
-        self.names: Sequence[str] = tuple(STREAM_SEEDS)
+        self.skip_streams = False
+        self.also: list[Any] = []
         options = {"get_rng_state_tracker": self.get_tracker} if pass_tracker else {}
         if use_reentrant is None:
             self.checkpoint: Callable[..., Any] = functools.partial(plain_checkpoint, **options)
         else:
             self.checkpoint = functools.partial(te_checkpoint, use_reentrant=use_reentrant, **options)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The streams that the tracker holds now."""
+        return () if self.skip_streams else tuple(self.tracker.get_states())
 
     def get_tracker(self) -> Any:
         """The callable that users pass as ``get_rng_state_tracker``."""
@@ -86,8 +96,11 @@ class Bench:
             outputs = [outputs]
         named = {f"output {index}": value.detach() for index, value in enumerate(outputs)}
         named |= {f"gradient of {name}": leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
-        named |= {f"next {name}": draw for name, draw in next_draws(self.device, self.tracker, self.names).items()}
-        return named
+        draws = next_draws(self.device, self.tracker, self.names)
+        for index, tracker in enumerate(self.also):
+            also = next_draws(self.device, tracker, tracker.get_states())
+            draws |= {f"{name} of further tracker {index}": draw for name, draw in also.items()}
+        return named | {f"next {name}": draw for name, draw in draws.items()}
 
 
 def drop(x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +148,6 @@ def compare(
     for engine in (None, use_reentrant):
         tracker = None if make_tracker is None else make_tracker(device)
         bench = Bench(device, engine, pass_tracker, tracker)
-        if tracker is not None:
-            bench.names = tuple(tracker.get_states())
         outcomes.append(run(bench, program, regions))
     if mask:
         assert_one_mask(outcomes[1]["output 0"], outcomes[1].get("gradient of x"))
