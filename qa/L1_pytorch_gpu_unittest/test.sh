@@ -37,7 +37,16 @@ export NVTE_EXT_FAIL_WITHOUT_CUDA=$NUM_GPUS
 
 # Only the CUDA half of each file; the CPU half runs in L0.
 python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unittest.xml \
-    tests/pytorch/test_rng.py \
+    tests/pytorch/test_helpers.py \
+    tests/pytorch/test_backends.py \
+    tests/pytorch/test_original_fix.py \
+    tests/pytorch/test_recompute_rng.py \
+    tests/pytorch/test_recompute_rng_limits.py \
+    tests/pytorch/test_recompute_rng_states.py \
+    tests/pytorch/test_state.py \
+    tests/pytorch/test_tracker.py \
+    tests/pytorch/test_tracker_kinds.py \
+    tests/pytorch/test_fuzz_programs.py \
     || test_fail "gpu_unittest"
 
 if [ "$RET" -ne 0 ]; then
