@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor
@@ -127,7 +127,7 @@ class HeldStreams:
 
     def _handles(self, verb: str) -> dict[str, Generator]:
         self._refuse_in_fork(verb)
-        states: Mapping[str, Any] = self._tracker.states_
+        states = cast("Mapping[str, Any]", self._tracker.states_)
         missing = [name for name in self._tracked() if name not in states]
         if missing:
             raise UnknownStreamError(

@@ -1,0 +1,48 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The ``te-ext`` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from transformer_engine_ext import __version__
+from transformer_engine_ext.cli import demo
+
+__all__ = ["main"]
+
+#: What a shell reports for a process that Ctrl-C ended: 128 + SIGINT.
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``te-ext``.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments; default: those of the process.
+
+    Returns
+    -------
+    int
+        The exit code; 130 after Ctrl-C.
+
+    Raises
+    ------
+    SystemExit
+        With code 2 after bad arguments, with 0 after ``--help`` and ``--version``.
+    """
+    parser = argparse.ArgumentParser(
+        prog="te-ext", description="Activation checkpointing that is exact in its random numbers."
+    )
+    parser.add_argument("--version", action="version", version=f"transformer-engine-ext {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    demo.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    return code
