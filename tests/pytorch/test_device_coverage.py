@@ -210,6 +210,20 @@ def test_type_without_a_generator_is_an_error_never_silent(use_reentrant: bool, 
 
 
 @engines
+def test_module_on_a_type_without_a_generator_is_an_error_too(use_reentrant: bool) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("there", Claims("hpu:0"))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("the function ran before the error")
+
+    with pytest.raises(UnsupportedDeviceError, match="hpu"):
+        te_checkpoint(Net(), torch.ones(SIZE, requires_grad=True), use_reentrant=use_reentrant)
+
+
+@engines
 def test_type_without_a_generator_passes_when_nothing_is_kept(use_reentrant: bool) -> None:
     proof = Proof()
 

@@ -129,15 +129,15 @@ def test_a9_recompute_that_draws_another_amount(
     bench = Bench(device, use_reentrant)
     y = bench.checkpoint(_switched(bench, stream, draws_on_run), bench.x)
     bench.forward_done()
-    # Where the streams stand now is where they must stand after the failing backward: the twin draws here.
-    twin = Bench(device, None)
-    _switched(twin, stream, draws_on_run)(twin.x)
     with pytest.raises(RecomputeMismatchError) as caught:
         y.sum().backward()
     bench.backward_done()
     _assert_named(caught.value, "default" if stream is None else f"'{stream}'")
+    actual = next_draws(device, bench.tracker, bench.names)
+    twin = Bench(device, None)  # seeds the default generator anew, hence not earlier
+    _switched(twin, stream, draws_on_run)(twin.x)
     expected = next_draws(device, twin.tracker, twin.names)
-    assert_same_tensors(next_draws(device, bench.tracker, bench.names), expected, "draws after the failing recompute")
+    assert_same_tensors(actual, expected, "draws after the failing recompute")
 
 
 @engines
@@ -172,15 +172,16 @@ def test_a9_recompute_that_draws_from_another_stream(device: str, use_reentrant:
 
     y = bench.checkpoint(region, bench.x)
     bench.forward_done()
-    twin = Bench(device, None)
-    with twin.tracker.fork("a"):
-        _noise(twin.x, True)
     with pytest.raises(RecomputeMismatchError) as caught:
         y.sum().backward()
     bench.backward_done()
     assert re.search(r"'[ab]'", str(caught.value)), str(caught.value)
+    actual = next_draws(device, bench.tracker, bench.names)
+    twin = Bench(device, None)
+    with twin.tracker.fork("a"):
+        _noise(twin.x, True)
     expected = next_draws(device, twin.tracker, twin.names)
-    assert_same_tensors(next_draws(device, bench.tracker, bench.names), expected, "draws after the failing recompute")
+    assert_same_tensors(actual, expected, "draws after the failing recompute")
 
 
 @engines
@@ -205,6 +206,45 @@ def test_a9_same_amount_raises_nothing(device: str, use_reentrant: bool) -> None
 
 
 @engines
+def test_a9_failing_recompute_keeps_nothing(device: str, use_reentrant: bool) -> None:
+    bench = Bench(device, use_reentrant)
+    y = bench.checkpoint(_switched(bench, "a", 1), bench.x)
+    bench.forward_done()
+    with pytest.raises(RecomputeMismatchError):
+        y.sum().backward()
+    bench.backward_done()
+    assert bench.proof.survivors() == [], "the failed recompute's activations live on with the graph"
+    assert y.requires_grad  # the graph itself is still held here
+
+
+@engines
+def test_a9_backward_again_after_a_failing_one(device: str, use_reentrant: bool) -> None:
+    """A second attempt must recompute anew: here it draws as forward did, so it must succeed with forward's mask."""
+    bench = Bench(device, use_reentrant)
+    y = bench.checkpoint(_switched(bench, "a", 2), bench.x)
+    bench.forward_done()
+    with pytest.raises(RecomputeMismatchError):
+        y.sum().backward()
+    bench.backward_done()
+    bench.x.grad = None
+    y.sum().backward()
+    bench.backward_done(3)
+    assert_one_mask(y, bench.x.grad)
+
+
+@engines
+def test_a9_backward_again_still_fails_while_the_cause_lasts(device: str, use_reentrant: bool) -> None:
+    bench = Bench(device, use_reentrant)
+    y = bench.checkpoint(_switched(bench, "a", 1), bench.x)
+    bench.forward_done()
+    for turn in range(2):
+        with pytest.raises(RecomputeMismatchError):
+            y.sum().backward()
+        bench.backward_done(2 + turn)
+    assert bench.x.grad is None or not bench.x.grad.any(), "a gradient of the wrong mask was accumulated"
+
+
+@engines
 def test_a9_next_region_is_exact_after_a_failing_one(device: str, use_reentrant: bool) -> None:
     bench = Bench(device, use_reentrant)
     bad = bench.checkpoint(_switched(bench, "a", 1), bench.x)
@@ -213,6 +253,7 @@ def test_a9_next_region_is_exact_after_a_failing_one(device: str, use_reentrant:
         bad.sum().backward()
     bench.backward_done()
     bench.x.grad = None
+    del bad
 
     def region(x: torch.Tensor) -> torch.Tensor:
         bench.proof.ran()

@@ -250,9 +250,9 @@ def test_backward_inside_a_fork(device: str, use_reentrant: bool, stream: str | 
 @engines
 def test_exception_inside_a_fork_inside_the_recompute(device: str, use_reentrant: bool) -> None:
     """The recompute dies with two streams bound: everything must stand as if backward had not been called."""
-    benches = [Bench(device, engine) for engine in (use_reentrant, None)]
     draws = []
-    for bench in benches:
+    for engine in (use_reentrant, None):
+        bench = Bench(device, engine)
 
         def body(bench: Bench, x: torch.Tensor) -> torch.Tensor:
             h = drop(x)
