@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_engine_ext.cli import demo_report
+from transformer_engine_ext.cli.demo_config import CONTRAST, REFERENCE, ModelSize
 
 __all__ = ["add_parser"]
 
@@ -25,11 +26,11 @@ EXIT_WRONG = 1
 EXIT_FAILED = 3
 
 _TITLES = {
-    "none": "no checkpointing",
+    REFERENCE: "no checkpointing",
     "reentrant": "te_checkpoint, reentrant",
     "non-reentrant": "te_checkpoint, non-reentrant",
     "resumed": "stopped half-way, resumed in new processes",
-    demo_report.CONTRAST: "live handles, as Transformer Engine 2.20.2",
+    CONTRAST: "live handles, as Transformer Engine 2.20.2",
 }
 # The arm that stops uses one engine before and the other after, so that both are saved from and resumed into.
 _BEFORE, _AFTER = "reentrant", "non-reentrant"
@@ -49,7 +50,7 @@ def add_parser(commands: Any) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"
     )
     parser.add_argument("--nproc", type=int, default=2, metavar="N", help="tensor-parallel ranks (default: 2)")
-    parser.add_argument("--steps", type=int, default=40, metavar="N", help="training steps per arm (default: 40)")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="training steps per arm (default: 30)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=lambda arguments: run(arguments, parser))
 
@@ -60,7 +61,6 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     import torch
 
     from transformer_engine_ext.cli.demo_launch import Launcher
-    from transformer_engine_ext.cli.demo_model import ModelSize
     from transformer_engine_ext.errors import PeerFailureError
 
     size = ModelSize()

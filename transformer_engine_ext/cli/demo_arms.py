@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from transformer_engine_ext.cli.demo_config import CONTRAST, REFERENCE, ModelSize
 from transformer_engine_ext.cli.demo_contrast import live_handle_checkpoint
-from transformer_engine_ext.cli.demo_model import GPT, ModelSize
+from transformer_engine_ext.cli.demo_model import GPT
 from transformer_engine_ext.cli.demo_text import Corpus
 from transformer_engine_ext.pytorch.distributed.parallel_rng import ParallelRNG
 from transformer_engine_ext.pytorch.recompute import te_checkpoint
@@ -65,10 +66,10 @@ def _engines(rng: ParallelRNG) -> dict[str, Callable[..., Tensor]]:
         return run
 
     return {
-        "none": lambda block, x: block(x),
+        REFERENCE: lambda block, x: block(x),
         "reentrant": with_engine(True),
         "non-reentrant": with_engine(False),
-        "live handles": lambda block, x: live_handle_checkpoint(block, rng.tracker, x),
+        CONTRAST: lambda block, x: live_handle_checkpoint(block, rng.tracker, x),
     }
 
 

@@ -20,22 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from transformer_engine_ext.cli.demo_config import ModelSize
 from transformer_engine_ext.pytorch.distributed.groups import initialize_affine_weight_gpu
 from transformer_engine_ext.pytorch.rng import CudaRNGStatesTracker
 
-__all__ = ["GPT", "ExecutionCounter", "ModelSize"]
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Sizes of the model and of a batch."""
-
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    length: int = 48
-    batch: int = 4
-    dropout: float = 0.1
+__all__ = ["GPT", "ExecutionCounter"]
 
 
 @dataclass

@@ -9,12 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["ArmResult", "judge", "merge", "table_rows"]
+from transformer_engine_ext.cli.demo_config import CONTRAST, REFERENCE
 
-#: The arm that shows what goes wrong elsewhere; all others must be exact.
-CONTRAST = "live handles"
-#: The arm without checkpointing.
-REFERENCE = "none"
+__all__ = ["HEADINGS", "ArmResult", "format_table", "judge", "merge", "table_rows"]
 
 
 @dataclass

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,10 @@ from tqdm import tqdm
 
 from transformer_engine_ext.cli import demo_store
 from transformer_engine_ext.cli.demo_arms import Trace, Training, compare
-from transformer_engine_ext.cli.demo_model import ModelSize
+from transformer_engine_ext.cli.demo_config import COLLECTIVE_TIMEOUT, CONTRAST, DIE_AT, REFERENCE, ModelSize
 from transformer_engine_ext.cli.demo_text import load_corpus
 from transformer_engine_ext.errors import PeerFailureError
 from transformer_engine_ext.pytorch.distributed.parallel_rng import ParallelRNG
-
-#: Test hook, "rank:step": that rank kills itself before that step of its first arm.
-DIE_AT = "NVTE_EXT_TEST_DIE_AT"
-
-#: How long a rank waits for the others in one collective.
-COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 
 # The launcher says through the store who has died; it looks every 50 ms.
 _NOTICE_SECONDS = 5.0
@@ -94,10 +87,10 @@ def _first_launch(config: dict[str, Any], folder: Path, progress: _Progress, mak
     steps = config["steps"]
     results: dict[str, Any] = {}
     reference = Trace()
-    for engine in ("none", "reentrant", "non-reentrant", "live handles"):
+    for engine in (REFERENCE, "reentrant", "non-reentrant", CONTRAST):
         progress.begin(engine)
         trace = make(engine).run(0, steps, progress)
-        reference = trace if engine == "none" else reference
+        reference = trace if engine == REFERENCE else reference
         results[engine] = compare(trace, reference)
     progress.begin("first half")
     training = make(config["engine_before"])
@@ -111,7 +104,7 @@ def _first_launch(config: dict[str, Any], folder: Path, progress: _Progress, mak
 def _second_launch(config: dict[str, Any], folder: Path, progress: _Progress, make: Any) -> dict[str, Any]:
     """Resume in this new process and go on to the end."""
     tensors = load_file(folder / f"reference-{dist.get_rank()}.safetensors")
-    losses = json.loads((folder / f"result-0-{dist.get_rank()}.json").read_text())["none"]["losses"]
+    losses = json.loads((folder / f"result-0-{dist.get_rank()}.json").read_text())[REFERENCE]["losses"]
     reference = Trace(losses=losses, gradients=list(tensors.pop("gradients")), streams=tensors)
     progress.begin("resumed")
     training = make(config["engine_after"])
