@@ -8,6 +8,7 @@ whose turn it is to every draw, so it cannot share a fault with the package. Its
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -61,14 +62,16 @@ class Machine:
         self.outputs: dict[int, torch.Tensor | None] = {}
         self.kept: dict[int, Any] = {}
         self.odds = ODDS.to(self.device)
+        self.index = 0
+        self.batch = -1  # the micro-batch that runs, whose number the streams of `Grow` bear
 
     def run(self) -> list[Record]:
         for index, statement in enumerate(self.program.script):
             self.index = index
             getattr(self, f"_do_{type(statement).__name__}")(statement)
             self.after_statement()
-            states = {**self.defaults, **self.streams}
-            self.records += [(index, "state of", name, bits(g.get_state())) for name, g in states.items()]
+            states = [*self.defaults.items(), *sorted(self.streams.items())]
+            self.records += [(index, "state of", name, bits(g.get_state())) for name, g in states]
         return self.records
 
     def where(self) -> str:
@@ -82,6 +85,7 @@ class Machine:
     def _do_Forward(self, statement: Forward) -> None:
         h = INPUTS[(self.program.seed + statement.batch) % len(INPUTS)].to(self.device, copy=True)
         self.inputs[statement.batch] = h.requires_grad_(statement.mode != "constant")
+        self.batch = statement.batch
         try:
             with self.forked(statement.fork), torch.set_grad_enabled(statement.mode != "no_grad"):
                 output = self.body(self.program.models[statement.model], h)
@@ -106,22 +110,30 @@ class Machine:
         for leaf in (*self.inputs.values(), *self.weights.values()):
             leaf.grad = None
 
-    def backward(self, roots: dict[int, torch.Tensor], retain: bool) -> None:
+    def backward(self, how: str, roots: dict[int, torch.Tensor], retain: bool) -> None:
         seeds = [INPUTS[(self.program.seed + batch + 17) % len(INPUTS)].to(self.device) for batch in roots]
-        torch.autograd.backward(list(roots.values()), seeds, retain_graph=retain)
+        outputs = list(roots.values())
+        if how == "backward":
+            torch.autograd.backward(outputs, seeds, retain_graph=retain)
+        elif how == "thread":
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(torch.autograd.backward, outputs, seeds, retain_graph=retain).result()
+        else:
+            leaves = [leaf for leaf in (*self.inputs.values(), *self.weights.values()) if leaf.requires_grad]
+            gradients = torch.autograd.grad(outputs, leaves, seeds, retain_graph=retain, allow_unused=True)
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient
 
     def _do_Discard(self, statement: Any) -> None:
         self.outputs.pop(statement.batch, None)
 
     def _do_Between(self, statement: Any) -> None:
+        self.batch = -1 - self.index
         try:
             output = self.body(statement.body, INPUTS[0].to(self.device))
         except BoomError:
             output = None
         self.records.append((self.index, "bits of", "output", bits(output)))
-
-    def _do_Reseed(self, statement: Any) -> None:
-        self.default.manual_seed(statement.seed)
 
     # Nodes.
 
@@ -162,6 +174,10 @@ class Machine:
         with self.forked(node.stream):
             return self.body(node.body, h)
 
+    def _Grow(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        with self.forked(self.grow(f"{node.number} of {self.batch}", 10_000 + 100 * node.number + self.batch)):
+            return self.body(node.body, h)
+
     def _Residual(self, node: Any, h: torch.Tensor) -> torch.Tensor:
         return h + self.body(node.body, h * 0.5)
 
@@ -194,6 +210,9 @@ class Machine:
     def generator(self) -> torch.Generator | None:
         raise NotImplementedError
 
+    def grow(self, name: str, seed: int) -> tuple[int, str]:
+        raise NotImplementedError
+
     def dropout(self, h: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
@@ -212,6 +231,7 @@ class Reference(Machine):
             else:
                 self.streams[stream] = self.default if stream == ALIAS else self.streams[SHARED[stream]]
         self.stack = [self.default]
+        self.start = {stream: g.get_state() for stream, g in self.streams.items()}
 
     @contextmanager
     def forked(self, stream: tuple[int, str] | None) -> Any:
@@ -223,6 +243,18 @@ class Reference(Machine):
 
     def generator(self) -> torch.Generator:
         return self.stack[-1]
+
+    def grow(self, name: str, seed: int) -> tuple[int, str]:
+        self.streams[0, name] = torch.Generator(self.device).manual_seed(seed)
+        return 0, name
+
+    def _Seed(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        self.stack[-1].manual_seed(node.seed)
+        return h
+
+    def _Jump(self, node: Any, h: torch.Tensor) -> torch.Tensor:
+        self._set_all(node.tracker, self.start)
+        return h
 
     def dropout(self, h: torch.Tensor) -> torch.Tensor:
         # The one draw that takes no generator: lend the default generator the value of the stream.
@@ -239,12 +271,18 @@ class Reference(Machine):
         return self.body(node.body, h)
 
     def differentiate(self, statement: Any, roots: dict[int, torch.Tensor]) -> None:
-        self.backward(roots, statement.retain)
+        self.backward(statement.how, roots, statement.retain)
 
     def _do_Save(self, statement: Any) -> None:
         mine = {stream: g for stream, g in self.streams.items() if stream[0] == statement.tracker}
         self.kept[statement.tracker] = {stream: g.get_state() for stream, g in mine.items()}
 
     def _do_Rewind(self, statement: Any) -> None:
-        for stream, value in self.kept[statement.tracker].items():
-            self.streams[stream].set_state(value)
+        self._set_all(statement.tracker, self.kept[statement.tracker])
+
+    def _set_all(self, tracker: int, states: dict[Any, torch.Tensor]) -> None:
+        for stream in [stream for stream in self.streams if stream[0] == tracker and stream not in states]:
+            del self.streams[stream]
+        for stream, value in states.items():
+            if stream[0] == tracker:
+                self.streams.setdefault(stream, torch.Generator(self.device)).set_state(value)

@@ -12,8 +12,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import strategies as st
-
 from _programs import (
     DRAWS,
     OPS,
@@ -27,15 +25,17 @@ from _programs import (
     Draw,
     Fork,
     Forward,
+    Grow,
+    Jump,
     Lin,
     NoGrad,
     Op,
     Program,
     Region,
-    Reseed,
     Residual,
     Rewind,
     Save,
+    Seed,
     Trap,
     Unused,
 )
@@ -43,9 +43,10 @@ from _programs import (
 Pick = Callable[[int], int]
 
 # How often each kind of node is taken, by weight; the first must stay a leaf, for it is what shrinking ends at.
-LEAVES = {"draw": 6, "lin": 3, "op": 3}
-BRANCHES = {"region": 12, "fork": 7, "residual": 1, "no_grad": 1, "unused": 1, "attempt": 1}
-FAULTS = {"trap": 5, "attempt": 5, "boom": 1}
+LEAVES = {"draw": 15, "lin": 5, "op": 5}
+BRANCHES = {"region": 22, "fork": 20, "residual": 2, "no_grad": 2, "unused": 2, "attempt": 2}
+STREAMS_SET = {"seed": 1, "jump": 2}
+FAULTS = {"attempt": 10, "boom": 2}
 MAX_DEPTH = 5
 
 
@@ -59,11 +60,11 @@ class Writer:
     def __init__(self, pick: Pick, streams: bool = True) -> None:
         self.pick = pick
         self.streams = streams
-        self.lins = self.regions = self.traps = 0
-        branches = dict(BRANCHES) if streams else {name: w for name, w in BRANCHES.items() if name != "fork"}
+        self.lins = self.regions = self.traps = self.grown = 0
+        tables = (LEAVES, BRANCHES, STREAMS_SET) if streams else (LEAVES, {**BRANCHES, "fork": 0})
         self.leaf = _table(LEAVES)
-        self.any = _table(LEAVES, branches)
-        self.faulty = _table(LEAVES, branches, FAULTS)
+        self.any = _table(*tables)
+        self.faulty = _table(*tables, FAULTS)
 
     def choose(self, options: Any) -> Any:
         return options[self.pick(len(options))]
@@ -76,7 +77,9 @@ class Writer:
         seed = self.pick(100)
         # Some programs may raise; if all could, exceptions would hide what comes after them.
         self.faults = self.chance(40)
-        models = tuple(self.body(0, 8 + 6 * self.pick(3)) for _ in range(1 + self.chance(20)))
+        # torch.autograd.grad works without the reentrant engine only.
+        self.reentrant = not self.chance(15)
+        models = tuple(self.body(0, 12 + 8 * self.pick(3)) for _ in range(1 + self.chance(20)))
         return Program(seed, models, self.script(len(models)))
 
     # Nodes.
@@ -103,24 +106,33 @@ class Writer:
             return Op(self.choose(OPS))
         if kind == "boom":
             return Boom()
-        if kind == "trap":
-            self.traps += 1
-            return Trap(self.traps - 1)
+        if kind == "seed":
+            return Seed(self.pick(100))
+        if kind == "jump":
+            return Jump(self.pick(2))
         body = self.body(depth + 1, budget - 1, constant)
         if kind == "region":
             return self.region(body)
         if kind == "fork":
-            return Fork(self.choose(STREAMS), body)
+            stream = self.choose((*STREAMS, *STREAMS, None))
+            if stream is not None:
+                return Fork(stream, body)
+            self.grown += 1
+            return Grow(self.grown - 1, body)
         if kind == "attempt" and self.faults and self.pick(4):
             body = (self.region((*body, Boom())),)
         return {"residual": Residual, "no_grad": NoGrad, "unused": Unused, "attempt": Attempt}[kind](body)
 
     def region(self, body: Body) -> Region:
+        if self.faults and self.chance(30):
+            at = self.pick(len(body) + 1)
+            body = (*body[:at], Trap(self.traps), *body[at:])
+            self.traps += 1
         self.regions += 1
-        reentrant = bool(self.pick(2))
+        reentrant = self.reentrant and bool(self.pick(2))
         tracker = self.choose((None, 0, 1)) if self.streams else None
         early_stop = None if reentrant else self.choose((None, None, False, True))
-        how = self.choose(("args", "args", "kwargs", "list"))
+        how = self.choose(("args", "args", "kwargs", "list", "pair"))
         return Region(self.regions - 1, reentrant, body, tracker, early_stop, how)
 
     # Statements.
@@ -129,7 +141,7 @@ class Writer:
         return self.choose(STREAMS) if self.streams and self.chance(percent) else None
 
     def script(self, models: int) -> tuple[Any, ...]:
-        count = 1 + self.pick(3)
+        count = self.choose((1, 2, 3, 3))
         ahead = list(range(count))  # not yet run forward
         left: dict[int, int] = {}  # backwards still to run of each micro-batch
         script: list[Any] = []
@@ -151,7 +163,8 @@ class Writer:
             batches = (first, self.choose(others)) if others and self.chance(20) else (first,)
             for batch in batches:
                 left[batch] -= 1
-            script.append(Backward(batches, any(left[batch] for batch in batches), self.stream(20)))
+            how = self.choose(("backward",) * 8 + ("thread",) + ("grad", "grad") * (not self.reentrant))
+            script.append(Backward(batches, any(left[batch] for batch in batches), self.stream(20), how))
         return tuple(script)
 
     def interlude(self, saved: set[int]) -> list[Any]:
@@ -161,18 +174,24 @@ class Writer:
         if kind == "between":
             return [Between(self.body(MAX_DEPTH - 2, 4, constant=True))]
         if kind == "reseed":
-            return [Reseed(self.pick(100))]
+            return [Between((Seed(self.pick(100)),))]
         if kind == "save" or (kind == "rewind" and tracker not in saved):
             saved.add(tracker)
             return [Save(tracker)]
         return [Rewind(tracker)] if kind == "rewind" else []
 
 
-@st.composite
-def programs(draw: Any, streams: bool = True) -> Program:
-    """Random programs for ``@given``."""
+def programs(streams: bool = True) -> Any:
+    """Return hypothesis's strategy for random programs."""
+    from hypothesis import strategies as st  # here, so that the long run needs no hypothesis
+
     below = [st.integers(0, n) for n in range(100)]
-    return Writer(lambda n: 0 if n == 1 else draw(below[n - 1]), streams).program()
+
+    @st.composite
+    def written(draw: Any) -> Program:
+        return Writer(lambda n: 0 if n == 1 else draw(below[n - 1]), streams).program()
+
+    return written()
 
 
 def numbered_program(number: int, streams: bool = True) -> Program:

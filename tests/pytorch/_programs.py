@@ -28,15 +28,17 @@ __all__ = [
     "Draw",
     "Fork",
     "Forward",
+    "Grow",
+    "Jump",
     "Lin",
     "NoGrad",
     "Op",
     "Program",
     "Region",
-    "Reseed",
     "Residual",
     "Rewind",
     "Save",
+    "Seed",
     "Trap",
     "Unused",
 ]
@@ -109,7 +111,8 @@ class Region(_Node):
     """`body` as one checkpointed call; `number` is unique in the program.
 
     `tracker`: index of the tracker that is passed as ``get_rng_state_tracker``; `how`: the tensor goes in as an
-    argument, a keyword argument or in a list; `early_stop` is passed to the non-reentrant engine only.
+    argument, a keyword argument or in a list, or "pair": a second output comes out that nobody uses; `early_stop` is
+    passed to the non-reentrant engine only.
     """
 
     number: int
@@ -118,6 +121,28 @@ class Region(_Node):
     tracker: int | None = None
     early_stop: bool | None = None
     how: str = "args"
+
+
+@dataclass(frozen=True, repr=False)
+class Seed(_Node):
+    """Seed the default generator, and with it the stream that a fork has put in its place."""
+
+    seed: int
+
+
+@dataclass(frozen=True, repr=False)
+class Jump(_Node):
+    """Set all streams of a tracker to where they stood when the program began."""
+
+    tracker: int
+
+
+@dataclass(frozen=True, repr=False)
+class Grow(_Node):
+    """Add a stream of its own for each micro-batch to the first tracker, and run `body` under its fork."""
+
+    number: int
+    body: Body
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,11 +197,15 @@ class Forward(_Node):
 
 @dataclass(frozen=True, repr=False)
 class Backward(_Node):
-    """One backward over the outputs of one or two micro-batches, perhaps inside a fork."""
+    """One backward over the outputs of one or two micro-batches, perhaps inside a fork.
+
+    `how`: in this thread, in another "thread", or by ``torch.autograd.grad`` ("grad").
+    """
 
     batches: tuple[int, ...]
     retain: bool = False
     fork: tuple[int, str] | None = None
+    how: str = "backward"
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,16 +217,9 @@ class Discard(_Node):
 
 @dataclass(frozen=True, repr=False)
 class Between(_Node):
-    """Run `body` on a constant, outside every micro-batch."""
+    """Run `body` on a constant between micro-batches."""
 
     body: Body
-
-
-@dataclass(frozen=True, repr=False)
-class Reseed(_Node):
-    """Seed the device's default generator again."""
-
-    seed: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -262,7 +284,7 @@ def trace(body: Body, needs_grad: bool, reached: set[int]) -> Outcome:
         elif kind is Unused:
             if trace(node.body, needs_grad, set()).raises:
                 return Outcome(needs_grad, saves, True)
-        elif kind in (Fork, Region, Residual, Attempt):
+        elif kind in (Fork, Grow, Region, Residual, Attempt):
             below: set[int] = set()
             outcome = trace(node.body, needs_grad, below)
             if outcome.raises:
