@@ -103,8 +103,9 @@ class _StandIn:
         return self.call(region, counted, h)
 
     def call(self, region: Region, function: Any, h: torch.Tensor) -> torch.Tensor:
-        # torch's reentrant engine gives no gradients where no input needs one, and a new tensor without autograd.
-        reentrant = region.reentrant and h.requires_grad and torch.is_grad_enabled()
+        # torch's reentrant engine gives no gradients where no input needs one, a new tensor without autograd, and adds
+        # the zeros of an unused output, which turns -0.0 into 0.0.
+        reentrant = region.reentrant and h.requires_grad and torch.is_grad_enabled() and region.how != "pair"
         return torch.utils.checkpoint.checkpoint(function, h, use_reentrant=reentrant, **self.options)  # type: ignore
 
 
