@@ -48,15 +48,25 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_helpers.py \
     tests/pytorch/test_proof.py \
     tests/pytorch/test_backends.py \
+    tests/pytorch/test_checkpoint_arguments.py \
+    tests/pytorch/test_checkpoint_autocast.py \
     tests/pytorch/test_checkpoint_autograd.py \
+    tests/pytorch/test_checkpoint_callables.py \
     tests/pytorch/test_checkpoint_depth_and_threads.py \
     tests/pytorch/test_checkpoint_determinism.py \
+    tests/pytorch/test_checkpoint_early_stop.py \
     tests/pytorch/test_checkpoint_exceptions.py \
     tests/pytorch/test_checkpoint_inputs.py \
+    tests/pytorch/test_checkpoint_memory.py \
+    tests/pytorch/test_checkpoint_misc.py \
     tests/pytorch/test_checkpoint_nesting.py \
+    tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_recompute_rng.py \
+    tests/pytorch/test_recompute_rng_around.py \
+    tests/pytorch/test_recompute_rng_edges.py \
     tests/pytorch/test_recompute_rng_limits.py \
+    tests/pytorch/test_recompute_rng_more.py \
     tests/pytorch/test_recompute_rng_states.py \
     tests/pytorch/test_state.py \
     tests/pytorch/test_tracker.py \

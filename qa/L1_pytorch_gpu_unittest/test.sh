@@ -39,9 +39,16 @@ export NVTE_EXT_FAIL_WITHOUT_CUDA=$NUM_GPUS
 python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unittest.xml \
     tests/pytorch/test_helpers.py \
     tests/pytorch/test_backends.py \
+    tests/pytorch/test_checkpoint_autocast.py \
+    tests/pytorch/test_checkpoint_memory.py \
+    tests/pytorch/test_checkpoint_misc.py \
+    tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_recompute_rng.py \
+    tests/pytorch/test_recompute_rng_around.py \
+    tests/pytorch/test_recompute_rng_edges.py \
     tests/pytorch/test_recompute_rng_limits.py \
+    tests/pytorch/test_recompute_rng_more.py \
     tests/pytorch/test_recompute_rng_states.py \
     tests/pytorch/test_state.py \
     tests/pytorch/test_tracker.py \
