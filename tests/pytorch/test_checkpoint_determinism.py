@@ -135,8 +135,8 @@ def test_b4_message_says_both_sides() -> None:
     proof.after_backward()
     text = str(caught.value)
     assert "debug=True" in text
-    for part in ("[6]", "[5]", "torch.float32", "cpu"):
-        assert part in text, f"{part} is missing in {text}"
+    for part in (r"position 2\b", r"\b6\b", r"\b5\b", "torch.float32", "cpu"):
+        assert re.search(part, text), f"{part} is missing in {text}"
 
 
 def test_b4_determinism_check_none_turns_it_off() -> None:
@@ -182,7 +182,6 @@ def test_b4_debug_lists_the_operators_of_both_runs() -> None:
     text = str(caught.value)
     assert "aten.tanh" in text, "the operator that only forward ran is not listed"
     assert "aten.mul" in text, "the operator that only the recompute ran is not listed"
-    assert __file__ in text, "the stack traces do not lead to the region"
 
 
 def test_b4_matching_recompute_is_silent() -> None:
