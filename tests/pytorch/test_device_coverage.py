@@ -288,19 +288,27 @@ def test_cpu_streams_over_cuda_data(use_reentrant: bool) -> None:
 
 
 FIRST_TOUCH_SCRIPT = """
+import os
 import sys
+if "NVTE_EXT_TEST_PLAIN_CHECKPOINT" in os.environ:
+    import _plain_checkpoint
 import torch
-from _proof import differing
+from _proof import Proof, differing
 from transformer_engine_ext.errors import UnsupportedDeviceError
 from transformer_engine_ext.pytorch import te_checkpoint
 
+proof = Proof()
+
 def region(x):
-    return torch.nn.functional.dropout(x.cuda(), 0.5).cpu() * x
+    proof.ran()
+    return proof.watch(torch.nn.functional.dropout(x.cuda(), 0.5).cpu()) * x
 
 x = torch.ones(512, requires_grad=True)
 try:
     y = te_checkpoint(region, x, use_reentrant=sys.argv[1] == "True")
+    proof.after_forward()
     y.sum().backward()
+    proof.after_backward()
     print("DIFFERING", differing(x.grad, 2 * y.detach()))
 except UnsupportedDeviceError as error:
     print("REFUSED", error)

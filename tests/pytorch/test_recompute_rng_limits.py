@@ -23,7 +23,10 @@ engines = pytest.mark.parametrize("use_reentrant", ENGINES, ids=ENGINE_IDS)
 # ---------------------------------------------------------------- A7
 
 A7_SCRIPT = """
+import os
 import sys
+if "NVTE_EXT_TEST_PLAIN_CHECKPOINT" in os.environ:
+    import _plain_checkpoint
 import torch
 from _proof import Proof, differing
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
