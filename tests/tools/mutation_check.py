@@ -1,0 +1,231 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Would the tests notice? Take away every line that saves, rewinds, restores or flags, one at a time, and run them.
+
+    python tests/tools/mutation_check.py --jobs 2
+    python tests/tools/mutation_check.py --only rng/tracker.py --markdown table.md
+
+torch is imported once; each mutant runs in a fork of that process, in a copy of the repository, with the tests that
+reach the line (measured first, in the same way), quickest first, until one fails. The exit code is 1 if a mutant that
+`mutation_survivors.txt` does not explain survives or is reached by no test, or if that list names one that is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from _mutants import Mutant, mutants_of
+from _mutation_runs import Baseline, Job, import_once, start_baseline, start_mutant
+
+REPO = Path(__file__).resolve().parents[2]
+PACKAGE = "transformer_engine_ext"
+FOLDERS = ["pytorch/rng", "pytorch/recompute"]
+ALLOWED = Path(__file__).with_name("mutation_survivors.txt")
+
+# These read sources, start processes that only import, or try the tests' own tools: they cannot see a mutant.
+BLIND = re.compile(r"test_(notes|layering|qa_scripts|imports|helpers|proof|wheel|demo|cli)\w*\.py$")
+# Lines that run in worker processes only, where no coverage is measured: the files whose tests start the workers.
+WORKERS = {"pytorch/recompute/saved_activations.py": "saved_activations|distributed"}
+FIRST = 25  # tests of the first try; most mutants end there
+
+
+@dataclass
+class Result:
+    """How one mutant ended."""
+
+    mutant: Mutant
+    verdict: str  # "killed", "SURVIVED" or "not reached"
+    by: str
+    seconds: float = 0.0
+
+
+@dataclass
+class Slot:
+    """A copy of the repository in which one job runs at a time."""
+
+    root: Path
+    job: Job | None = None
+
+    @classmethod
+    def make(cls, folder: Path) -> Slot:
+        for name in (PACKAGE, "tests", "qa"):
+            shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        for name in ("pyproject.toml", "setup.py", "README.md", "CHANGELOG.md"):
+            if (REPO / name).exists():
+                shutil.copy(REPO / name, folder / name)
+        return cls(folder)
+
+    def write(self, file: str, source: str) -> None:
+        path = self.root / PACKAGE / file
+        path.write_text(source)
+        # A compiled file of the same second and size would be taken for this one's.
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            compiled.unlink()
+
+
+@dataclass
+class Check:
+    """All mutants on their way: a queue, the slots, and what is known so far."""
+
+    baseline: Baseline
+    slots: list[Slot]
+    limit: float
+    killers: Counter[str] = field(default_factory=Counter)
+    results: list[Result] = field(default_factory=list)
+
+    def tests_for(self, mutant: Mutant) -> list[str]:
+        reaching = self.baseline.reaching(mutant.file, mutant.line, mutant.last_line)
+        pattern = WORKERS.get(mutant.file)
+        if pattern:
+            reaching |= {test for test in self.baseline.seconds if re.search(pattern, test)}
+        return sorted(
+            reaching,
+            key=lambda test: (
+                -self.killers[test] if self.baseline.seconds[test] < 1 else 0,
+                self.baseline.seconds[test],
+                test,
+            ),
+        )
+
+    def run(self, mutants: list[Mutant]) -> None:
+        queue = [(mutant, tests, 0.0) for mutant in mutants if (tests := self.tests_for(mutant))]
+        reached = {id(mutant) for mutant, _, _ in queue}
+        self.results += [Result(mutant, "not reached", "") for mutant in mutants if id(mutant) not in reached]
+        queue.reverse()
+        waiting: dict[int, tuple[Mutant, list[str], float]] = {}
+        while queue or waiting:
+            for number, slot in enumerate(self.slots):
+                if slot.job is None and queue:
+                    mutant, tests, spent = queue.pop()
+                    tests = tests if spent else self.tests_for(mutant)  # killers are known better by now
+                    now, later = (tests[:FIRST], tests[FIRST:]) if not spent else (tests, [])
+                    slot.write(mutant.file, mutant.source)
+                    expected = sum(self.baseline.seconds[test] for test in now)
+                    slot.job = start_mutant(slot.root, now, max(self.limit, 5 * expected))
+                    waiting[number] = (mutant, later, spent)
+                elif slot.job is not None and slot.job.done():
+                    mutant, later, spent = waiting.pop(number)
+                    verdict, by = slot.job.verdict()
+                    spent += slot.job.seconds
+                    slot.job = None
+                    slot.write(mutant.file, (REPO / PACKAGE / mutant.file).read_text())
+                    if verdict == "passed" and later:
+                        queue.append((mutant, later, spent))
+                        continue
+                    self.killers[by] += 1
+                    self.report(Result(mutant, "SURVIVED" if verdict == "passed" else "killed", by, spent))
+            time.sleep(0.02)
+
+    def report(self, result: Result) -> None:
+        self.results.append(result)
+        mutant = result.mutant
+        print(
+            f"{result.verdict:<8} {result.seconds:5.1f} s  {mutant.file}:{mutant.line} [{mutant.kind}] {mutant.text}"
+            f"{'  <- ' + result.by if result.by else ''}",
+            flush=True,
+        )
+
+
+def allowed_patterns(cuda: bool) -> dict[str, re.Pattern[str]]:
+    """Read the list of survivors: a key a line (``*`` matches anything), below comments that say why.
+
+    A line that starts with ``no cuda:`` holds on machines without CUDA only.
+    """
+    patterns: dict[str, re.Pattern[str]] = {}
+    explained = False
+    for line in ALLOWED.read_text().splitlines() if ALLOWED.exists() else []:
+        if line.startswith("#") or not line.strip():
+            explained = line.startswith("#")
+            continue
+        if not explained:
+            raise SystemExit(f"{ALLOWED.name}: no comment above says why {line!r} may survive")
+        tag, found, rest = line.partition("no cuda:")
+        if found and not tag:
+            if cuda:
+                continue
+            line = rest.strip()
+        patterns[line] = re.compile(re.escape(line).replace(r"\*", ".*"))
+    return patterns
+
+
+def table(results: list[Result], allowed: set[str]) -> str:
+    """Return all results as a Markdown table."""
+    rows = ["| line | kind | what is taken away | result | first test that fails |", "|---|---|---|---|---|"]
+    for result in sorted(results, key=lambda result: (result.mutant.file, result.mutant.line, result.mutant.kind)):
+        mutant = result.mutant
+        text = mutant.text.replace("|", "\\|")
+        verdict = f"{result.verdict} (explained)" if mutant.key in allowed else result.verdict
+        by = result.by.replace("tests/pytorch/", "").replace("|", "\\|")
+        rows.append(f"| {mutant.file}:{mutant.line} | {mutant.kind} | `{text}` | {verdict} | {by} |")
+    return "\n".join(rows) + "\n"
+
+
+def conclude(results: list[Result], complete: bool, cuda: bool, markdown: str | None) -> int:
+    """Print what is left to explain; return the exit code."""
+    patterns = allowed_patterns(cuda)
+    alive = [result for result in results if result.verdict != "killed"]
+    used = {line for line, p in patterns.items() if any(p.fullmatch(result.mutant.key) for result in alive)}
+    allowed = {result.mutant.key for result in alive if any(p.fullmatch(result.mutant.key) for p in patterns.values())}
+    if markdown:
+        Path(markdown).write_text(table(results, allowed))
+    counts = Counter(result.verdict for result in results)
+    print(
+        f"\n{len(results)} mutants: {', '.join(f'{count} {verdict}' for verdict, count in sorted(counts.items()))}; "
+        f"{len(allowed)} of the living are explained in {ALLOWED.name}"
+    )
+    unexplained = [result for result in alive if result.mutant.key not in allowed]
+    for result in unexplained:
+        print(f"  {result.verdict}: line {result.mutant.line}: {result.mutant.key}")
+    stale = sorted(set(patterns) - used) if complete else []
+    for line in stale:
+        print(f"  no longer alive, so take it off {ALLOWED.name}: {line}")
+    return 1 if unexplained or stale else 0
+
+
+def main() -> int:
+    """Run; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, choices=[1, 2, 3, 4])
+    parser.add_argument("--only", default="", help="part of the key of a mutant (file | function | kind | text)")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds before a mutant counts as killed by hanging")
+    parser.add_argument("--markdown", help="file for the table")
+    options = parser.parse_args()
+
+    start = time.monotonic()
+    mutants = [mutant for mutant in mutants_of(REPO / PACKAGE, FOLDERS) if options.only in mutant.key]
+    tests = [str(path.relative_to(REPO)) for path in sorted((REPO / "tests").rglob("test_*.py"))]
+    tests = [test for test in tests if not BLIND.search(test)]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        slots = [Slot.make(Path(folder) / str(number)) for number in range(options.jobs)]
+        import_once()
+        baseline = start_baseline(slots[0].root, PACKAGE, tests)
+        print(f"{len(baseline.seconds)} tests pass without a mutant, {time.monotonic() - start:.0f} s", flush=True)
+        for test in baseline.failed:
+            print(f"  fails already, so it is left out: {test}")
+        check = Check(baseline, slots, options.limit)
+        try:
+            check.run(mutants)
+        finally:
+            for slot in slots:
+                if slot.job is not None:
+                    slot.job.stop()
+    code = conclude(check.results, not options.only, baseline.cuda, options.markdown)
+    print(f"{time.monotonic() - start:.0f} s")
+    return code
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["NVTE_EXT_TEST_PROGRAMS"] = "60"  # of the property test; enough to kill, and quick
+    sys.exit(main())
