@@ -51,7 +51,7 @@ class Package:
             trackers[index].add(name, seed)
         generators = dict(trackers[1].get_states())
         generators.update({name: trackers[i].get_states()[also] for (_, name), (i, also) in SHARED.items()})
-        # On CUDA the default generator object itself follows what forks bind to it; a second handle on its state does not.
+        # On CUDA the default generator object follows what a fork binds to it; a second handle on its state does not.
         generators[ALIAS[1]] = default if default.device.type == "cpu" else default.graphsafe_get_state()
         trackers[1].set_states(generators)  # a plain dict of generators: the tracker adopts the handles
         return trackers
