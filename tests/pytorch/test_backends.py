@@ -130,6 +130,18 @@ def test_bind_makes_a_stream_the_default(kit: Kit) -> None:
     assert torch.equal(torch.randn(7, device=kit.device, generator=stream).cpu(), inside[1])
 
 
+def test_bind_of_a_generator_that_user_code_made(kit: Kit) -> None:
+    """``torch.Generator("cuda")`` names no device index, and still is a stream of the current device."""
+    torch.manual_seed(8)
+    stream = torch.Generator(kit.device).manual_seed(21)
+    token = kit.backend.bind(stream)
+    assert torch.equal(kit.draw(), kit.sequence(21, 7)[0])
+    assert torch.equal(kit.backend.read(stream), kit.backend.read(kit.default()))
+    kit.backend.unbind(token)
+    assert torch.equal(kit.draw(), kit.sequence(8, 7)[0])
+    assert torch.equal(torch.randn(7, device=kit.device, generator=stream).cpu(), kit.sequence(21, 7, 7)[1])
+
+
 def test_bound_again_a_stream_goes_on(kit: Kit) -> None:
     stream, expected = kit.stream(21), kit.sequence(21, 3, 4, 5)
     for index, count in enumerate((3, 4, 5)):

@@ -108,6 +108,7 @@ def _register(graph: torch.cuda.CUDAGraph, tracker: CudaRNGStatesTracker) -> Non
 def _capture(bench: Bench) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """Capture one dropout of the default stream, one of "a" and one of "b" over an input of ones."""
     static = torch.ones(4096, device="cuda")
+    bench.leaves["input of the graph"] = static  # a replay reads it, so it must not be freed before
 
     def body() -> torch.Tensor:
         masks = [drop(static)]
