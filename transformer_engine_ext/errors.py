@@ -13,6 +13,8 @@ from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 __all__ = [
     "TEExtError",
     "CheckpointArgumentError",
+    "ConcurrentDrawError",
+    "DistributedNotInitializedError",
     "LayoutMismatchError",
     "NotDifferentiableError",
     "PeerFailureError",
@@ -26,6 +28,7 @@ __all__ = [
     "UnknownStreamError",
     "UnsupportedCaptureError",
     "UnsupportedDeviceError",
+    "UntrackedGeneratorError",
 ]
 
 
@@ -71,6 +74,18 @@ class NotDifferentiableError(TEExtError, RuntimeError):
 
 class CheckpointArgumentError(TEExtError, ValueError):
     """Arguments of ``te_checkpoint`` that contradict each other or cannot be honoured."""
+
+
+class DistributedNotInitializedError(TEExtError, RuntimeError):
+    """Something needs a process group, and ``torch.distributed`` has none (``RuntimeError`` elsewhere)."""
+
+
+class UntrackedGeneratorError(TEExtError, RuntimeError):
+    """With ``NVTE_EXT_DEBUG=1``: a region drew from a generator that no recompute can rewind."""
+
+
+class ConcurrentDrawError(TEExtError, RuntimeError):
+    """With ``NVTE_EXT_DEBUG=1``: two threads drew from default generators while their regions overlapped."""
 
 
 class UnsupportedCaptureError(TEExtError, RuntimeError):

@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["Ambient", "autocast_cache_off"]
+__all__ = ["Ambient", "autocast_cache"]
 
-_AutocastState = tuple[bool, torch.dtype]
+# (enabled, dtype) of each device type, and whether weight casts are cached.
+_AutocastState = tuple[tuple[tuple[bool, torch.dtype], ...], bool]
 
 
 def _device_types() -> tuple[str, ...]:
@@ -23,11 +25,14 @@ def _device_types() -> tuple[str, ...]:
 _types: tuple[str, ...] | None = None
 
 
-def _autocast_states() -> tuple[_AutocastState, ...]:
+def _autocast_state() -> _AutocastState:
     global _types
     if _types is None:
         _types = _device_types()
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _types)
+    return (
+        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _types),
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 class Ambient:
@@ -36,23 +41,25 @@ class Ambient:
     __slots__ = ("_autocast", "_device_mode")
 
     def __init__(self) -> None:
-        self._autocast = _autocast_states()
+        self._autocast = _autocast_state()
         self._device_mode = _device_mode() if torch._C._len_torch_function_stack() else None
 
     @property
     def casts(self) -> bool:
         """Whether autocast was on for any device type."""
-        return any(enabled for enabled, _ in self._autocast)
+        return any(enabled for enabled, _ in self._autocast[0])
 
     def again(self) -> AbstractContextManager[object]:
         """Return a context with these settings; it costs nothing where they hold already."""
-        now = _autocast_states()
+        now = _autocast_state()
         if now == self._autocast and self._device_mode is None:
             return _SAME
         stack = ExitStack()
-        for kind, wanted, present in zip(_types or (), self._autocast, now, strict=True):
-            if wanted != present:
-                stack.enter_context(torch.autocast(kind, enabled=wanted[0], dtype=wanted[1]))
+        (wanted, cache), (present, _) = self._autocast, now
+        for kind, setting, other in zip(_types or (), wanted, present, strict=True):
+            if setting != other:
+                stack.enter_context(torch.autocast(kind, enabled=setting[0], dtype=setting[1], cache_enabled=cache))
+        stack.enter_context(autocast_cache(cache))
         if self._device_mode is not None:
             stack.enter_context(torch.device(self._device_mode))
         return stack
@@ -71,17 +78,17 @@ def _device_mode() -> torch.device | None:
 
 
 # Note [Casts made without grad stay out of the cache]
-# Autocast keeps the low-precision copy of a weight for the rest of its scope. A copy made under no_grad has no graph, so
-# whoever finds it in the cache later (the recompute, or code outside the region in the same scope) would compute no
+# Autocast keeps the low-precision copy of a weight for the rest of its scope. A copy made under no_grad has no graph,
+# so whoever finds it in the cache later (the recompute, or code outside the region in the same scope) would compute no
 # gradient for that weight. A reentrant forward runs under no_grad, so its casts must not be kept.
-class autocast_cache_off:  # noqa: N801 (reads as what it does)
-    """Context without autocast's cache of weight casts."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *exception: object) -> None:
-        torch.set_autocast_cache_enabled(self._before)
+# The casts of the recompute do have a graph; it caches as the forward's surroundings did, since a weight that is used
+# twice gets the sum of its gradients in another precision when it is cast twice.
+@contextmanager
+def autocast_cache(enabled: bool) -> Iterator[None]:
+    """Switch autocast's cache of weight casts on or off inside."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

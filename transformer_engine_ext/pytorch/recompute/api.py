@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
-from transformer_engine_ext.errors import CheckpointArgumentError
+from transformer_engine_ext.errors import CheckpointArgumentError, DistributedNotInitializedError
 from transformer_engine_ext.pytorch.recompute.arguments import pack_call
 from transformer_engine_ext.pytorch.recompute.legacy import take_old_keyword, take_positional_options
 from transformer_engine_ext.pytorch.recompute.non_reentrant import run_non_reentrant
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
+from transformer_engine_ext.pytorch.recompute.phase import enter_engine, leave_phase
 from transformer_engine_ext.pytorch.recompute.reentrant import run_reentrant
 from transformer_engine_ext.pytorch.recompute.region import Region
 from transformer_engine_ext.pytorch.recompute.saved_activations import Distributed
@@ -110,6 +111,7 @@ def te_checkpoint(
     >>> x = torch.ones(2, 4, requires_grad=True)
     >>> te_checkpoint(layer, x, use_reentrant=False).sum().backward()
     """
+    # See Note [Positional options]
     args, positional = take_positional_options(function, args, kwargs, stacklevel=3)
     if positional is not None:
         distribute_saved_activations, get_rng_state_tracker, tp_group = positional
@@ -153,10 +155,14 @@ def _checkpoint(
             f"determinism_check should be one of 'default', 'none', but got {determinism_check!r}"
         )
     if not torch.is_grad_enabled():
-        if context_fn is noop_context_fn:
-            return function(*args, **kwargs)
-        with context_fn()[0]:
-            return function(*args, **kwargs)
+        before = enter_engine(use_reentrant)
+        try:
+            if context_fn is noop_context_fn:
+                return function(*args, **kwargs)
+            with context_fn()[0]:
+                return function(*args, **kwargs)
+        finally:
+            leave_phase(before)
     packed, tensors = pack_call(args, kwargs)
     tracker = getter() if getter is not None and preserve else None
     if covers_itself(tracker):
@@ -187,7 +193,7 @@ def _decides(setting: bool | None, argument: bool) -> bool:
 
 def _distributed(tensors: list[Tensor], group: Any) -> Distributed:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise CheckpointArgumentError(
+        raise DistributedNotInitializedError(
             "distribute_saved_activations=True needs torch.distributed: call torch.distributed.init_process_group first"
         )
     return Distributed(tensors[0], group)

@@ -122,6 +122,9 @@ class _Saving:
         _push_hooks(run.fill, _identity)
         try:
             self.region.recompute(*unpack_call(self.packed, tensors))
+        except BaseException:
+            run.empty()
+            raise
         finally:
             _pop_hooks()
         run.check()
@@ -179,21 +182,22 @@ class _Run:
             return
         expected, saved = len(saving.places), self.count + self.surplus
         if expected != saved and not saving.loose:
-            self._empty()
+            self.empty()
             raise SavedTensorMismatchError(
                 "A different number of tensors was saved during the original forward and recomputation.\n"
                 f"Number of tensors saved during forward: {expected}\n"
                 f"Number of tensors saved during recomputation: {saved}\n{_TIP}"
             )
         if self.different:
-            self._empty()
+            self.empty()
             raise SavedTensorMismatchError(
                 "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
                 + "\n".join(self.different)
                 + f"\n{_TIP}"
             )
 
-    def _empty(self) -> None:
+    def empty(self) -> None:
+        """Let go of what was filled: a recompute that fails must not keep its activations alive with the graph."""
         for reference in self.saving.places:
             place = reference()
             if place is not None:
@@ -256,6 +260,7 @@ def run_non_reentrant(
     object
         What the function returned.
     """
+    # See Note [Inputs belong to the enclosing region]
     saving = _Saving(region, packed, SavedInputs(tensors), early_stop, check, logs)
     _push_hooks(saving.save, saving.load)
     try:
@@ -264,6 +269,7 @@ def run_non_reentrant(
         _pop_hooks()
     saving.ended = True
     if saving.places:
+        # See Note [Smart stop]
         saving.open_end = saving.last_save != _sequence_number()
         if region.snapshot is not None:
             region.snapshot.finish()

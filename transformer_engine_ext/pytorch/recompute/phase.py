@@ -15,6 +15,7 @@ __all__ = [
     "Phase",
     "activation_recompute_forward",
     "current_phase",
+    "enter_engine",
     "enter_phase",
     "get_activation_recompute_contexts",
     "in_checkpoint_region",
@@ -79,6 +80,17 @@ def enter_phase(innermost: str, reentrant: bool) -> Phase:
     """
     before = _current.phase
     _current.phase = Phase(innermost, before.recomputing or innermost == RECOMPUTE, reentrant)
+    return before
+
+
+def enter_engine(reentrant: bool) -> Phase:
+    """Say which engine was asked for, where a region needs none since autograd is off; undone by ``leave_phase``.
+
+    The forward of an outer reentrant region runs without grad, and code in it that asks
+    ``use_reentrant_activation_recompute`` must hear there what it will hear in the recompute.
+    """
+    before = _current.phase
+    _current.phase = before._replace(reentrant=reentrant)
     return before
 
 

@@ -17,7 +17,7 @@ from transformer_engine_ext.errors import (
     ReentrantGradError,
     SavedTensorMismatchError,
 )
-from transformer_engine_ext.pytorch.recompute.ambient import autocast_cache_off
+from transformer_engine_ext.pytorch.recompute.ambient import autocast_cache
 from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, hidden_tensor, pack, unpack, unpack_call
 from transformer_engine_ext.pytorch.recompute.inputs import version_of
 from transformer_engine_ext.pytorch.recompute.region import Region
@@ -60,7 +60,7 @@ class _Reentrant(torch.autograd.Function):
         args, kwargs, call.args, call.kwargs = call.args, call.kwargs, (), {}
         versions = [version_of(tensor) for tensor in tensors]
         # See Note [Casts made without grad stay out of the cache]
-        with autocast_cache_off() if region.casts else nullcontext():
+        with autocast_cache(False) if region.casts else nullcontext():
             result = region.forward(args, kwargs)
         if region.snapshot is not None:
             region.snapshot.finish()
@@ -71,6 +71,7 @@ class _Reentrant(torch.autograd.Function):
         ctx.call = call
         # A gradient that nobody asked for stays None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
+        # See Note [The caller's input is spread in place]
         ctx.save_for_backward(*(tensors if call.distributed is None else call.distributed.scatter(tensors)))
         given = {id(tensor) for tensor in tensors}
         return tuple(output if id(output) in given else _connectable(output) for output in outputs)
@@ -176,6 +177,7 @@ def run_reentrant(
     object
         What the function returned, its tensors connected to the region's node.
     """
+    # See Note [A region is independent of its neighbours]
     call = _Call(region, args, kwargs, packed, distributed)
     outputs = _apply(call, *tensors)
     return unpack(call.outputs, outputs)

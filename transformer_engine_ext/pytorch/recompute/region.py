@@ -15,6 +15,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from transformer_engine_ext.errors import CheckpointArgumentError
 from transformer_engine_ext.pytorch.recompute.ambient import Ambient
+from transformer_engine_ext.pytorch.recompute.debug import watching
 from transformer_engine_ext.pytorch.recompute.hooks import active_hooks, enter_hooks, leave_hooks
 from transformer_engine_ext.pytorch.recompute.phase import FORWARD, RECOMPUTE, enter_phase, leave_phase
 from transformer_engine_ext.pytorch.recompute.selective import replaying_draws
@@ -25,7 +26,7 @@ __all__ = ["Region", "StopRecompute"]
 Context = AbstractContextManager[Any]
 
 
-class StopRecompute(BaseException):  # noqa: N818 (not an error)
+class StopRecompute(BaseException):
     """Ends a recompute that has produced all that backward needs.
 
     A ``BaseException``, so that an ``except Exception`` in the user's function cannot swallow it. Always a fresh
@@ -34,9 +35,9 @@ class StopRecompute(BaseException):  # noqa: N818 (not an error)
 
 
 # Note [A region is independent of its neighbours]
-# Whatever a recompute needs is held by the region itself: streams and values, flags, autocast, hooks' memories. Nothing
-# is looked up in globals or thread-locals at recompute time, and nothing is used up by a recompute, so regions may nest,
-# interleave, be dropped, or be recomputed several times, in any thread.
+# Whatever a recompute needs is held by the region itself: streams and values, flags, autocast, hooks' memories.
+# Nothing is looked up in globals or thread-locals at recompute time, and nothing is used up by a recompute, so regions
+# may nest, interleave, be dropped, or be recomputed several times, in any thread.
 class Region:
     """What one checkpointed call needs to be run again.
 
@@ -83,6 +84,7 @@ class Region:
         if context_fn is not noop_context_fn:
             self._forward_context, self._recompute_context = context_fn()
             if preserve_rng_state:
+                # See Note [A cached draw still moves its stream]
                 self._forward_context, self._recompute_context = replaying_draws(
                     self._forward_context, self._recompute_context
                 )
@@ -110,16 +112,18 @@ class Region:
             What the function returned.
         """
         context, snapshot = self._forward_context, self.snapshot
-        before = enter_phase(FORWARD, self.reentrant)
+        before = enter_phase(FORWARD, self.reentrant)  # See Note [Phase flags are saved and restored]
         try:
             entered = enter_hooks(self._hooks, self._memories, False, self.reentrant) if self._hooks else None
             if snapshot is not None:
                 snapshot.open()
             try:
-                if context is None:
-                    return self._function(*args, **kwargs)
-                with context:
-                    return self._function(*args, **kwargs)
+                # See Note [Concurrent draws cannot be exact]
+                with watching():
+                    if context is None:
+                        return self._function(*args, **kwargs)
+                    with context:
+                        return self._function(*args, **kwargs)
                 raise CheckpointArgumentError(
                     "the forward context that context_fn returned suppressed an exception of the checkpointed "
                     "function, so there is no result to return; make the context re-raise it"
@@ -158,7 +162,7 @@ class Region:
                     return self._call(args, kwargs)[0]
                 with self.snapshot.rewound() as rewound:
                     result, rewound.complete = self._call(args, kwargs)
-                audit(rewound)
+                audit(rewound)  # See Note [The audit is necessary, not sufficient]
                 return result
             finally:
                 if entered is not None:
@@ -170,7 +174,7 @@ class Region:
         """Return the function's result, and whether it ran to its end."""
         context = self._recompute_context
         try:
-            with self._ambient.again(), torch.enable_grad():
+            with self._ambient.again(), torch.enable_grad(), watching():
                 if context is None:
                     return self._function(*args, **kwargs), True
                 with context:

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,29 +86,42 @@ def _other(device: torch.device) -> Covered:
     return f"default ({device})", backend, handle, backend.read(handle)
 
 
-def _devices(tensors: Iterable[Tensor], module: torch.nn.Module | None) -> Iterator[torch.device]:
-    for tensor in tensors:
-        yield tensor.device
+def _module_devices(module: torch.nn.Module | None) -> Iterator[torch.device]:
     if module is not None:
-        for parameter in module.parameters():
-            yield parameter.device
-        for buffer in module.buffers():
-            yield buffer.device
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            yield tensor.device
 
 
-def _needs_devices(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether any tensor, or any parameter, can live anywhere but on the CPU and the current CUDA device."""
-    if torch.cuda.is_initialized() and torch.cuda.device_count() > 1:
+_has_context: Callable[[int], bool] | None = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+
+
+def _in_use(index: int) -> bool:
+    """Tell whether this process has touched a CUDA device; True where that cannot be found out."""
+    if _has_context is None:
         return True
-    return any(not (tensor.is_cpu or tensor.is_cuda or tensor.is_meta) for tensor in tensors)
+    try:
+        return _has_context(index)
+    except RuntimeError:
+        return True
 
 
-def default_streams(tensors: Iterable[Tensor], module: torch.nn.Module | None) -> Iterator[Covered]:
+def _other_types() -> bool:
+    """Tell whether this build of torch drives an accelerator other than CUDA."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type not in ("cpu", "cuda")
+
+
+# Note [Which devices are covered]
+# The default generator of every CUDA device that this process has a context on: a superset of the devices of the
+# region's arguments, of its module's parameters and of the tensors in its closure, and cheaper to find than those (a
+# walk over a transformer layer's parameters costs more than the whole snapshot). One process per GPU has one context,
+# however many devices it sees. Other device types are covered where an argument or a parameter lives on one.
+def default_streams(tensors: Sequence[Tensor], module: torch.nn.Module | None) -> Iterator[Covered]:
     """Yield the default streams to cover, as ``(name, backend, handle, value)``.
 
     Parameters
     ----------
-    tensors : iterable of torch.Tensor
+    tensors : sequence of torch.Tensor
         Tensor arguments of the region, nested ones included.
     module : torch.nn.Module or None
         Module that the region calls.
@@ -115,8 +129,7 @@ def default_streams(tensors: Iterable[Tensor], module: torch.nn.Module | None) -
     Yields
     ------
     tuple
-        The CPU's default stream, that of the current CUDA device if CUDA is in use, and that of every other device
-        on which a tensor argument or a parameter lives.
+        The CPU's default stream, and see Note [Which devices are covered].
 
     Raises
     ------
@@ -126,21 +139,18 @@ def default_streams(tensors: Iterable[Tensor], module: torch.nn.Module | None) -
     cpu = get_backend("cpu")
     handle = cpu.default(0)
     yield "default (cpu)", cpu, handle, cpu.read(handle)
-    indices: list[int] = []
     if torch.cuda.is_initialized():
-        indices.append(torch.cuda.current_device())
-    if _needs_devices(tensors):
-        for device in dict.fromkeys(_devices(tensors, module)):
-            if device.type == "cuda":
-                if device.index not in indices:
-                    indices.append(device.index)
-            elif device.type not in ("cpu", "meta"):
-                yield _other(device)
-    if indices:
         cuda = get_backend("cuda")
-        for index in indices:
-            handle = cuda.default(index)
-            yield f"default (cuda:{index})", cuda, handle, cuda.read(handle)
+        current = torch.cuda.current_device()
+        for index in range(torch.cuda.device_count()):
+            if index == current or _in_use(index):
+                handle = cuda.default(index)
+                yield f"default (cuda:{index})", cuda, handle, cuda.read(handle)
+    others = [tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_cuda or tensor.is_meta)]
+    if others or _other_types():
+        for device in dict.fromkeys((*others, *_module_devices(module))):
+            if device.type not in ("cpu", "cuda", "meta"):
+                yield _other(device)
 
 
 class Foreign:
@@ -197,7 +207,10 @@ class Foreign:
         if not self.by_value:
             return None
         live = self._copy()
-        self._tracker.set_states(dict(self.states))
+        # Copies: a tracker may keep the tensors that it is given, and write into them.
+        self._tracker.set_states(
+            {name: state.clone() if isinstance(state, Tensor) else state for name, state in self.states.items()}
+        )
         return live
 
     def restore(self, live: dict[str, Any] | None) -> None:

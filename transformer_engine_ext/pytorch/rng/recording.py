@@ -23,7 +23,7 @@ __all__ = ["Recording", "StreamTable", "note_birth", "note_table", "touch"]
 class StreamTable(Protocol):
     """A tracker as a recording sees it: a replaceable set of named streams and seeds."""
 
-    states_: dict[str, Generator]
+    _states: dict[str, Generator]
     seeds_: set[int]
 
 
@@ -136,4 +136,4 @@ def note_table(tracker: StreamTable) -> None:
     for recording in reversed(_stack.open):
         if any(known is tracker for known, _, _ in recording.tables):
             return
-        recording.tables.append((tracker, dict(tracker.states_), set(tracker.seeds_)))
+        recording.tables.append((tracker, dict(tracker._states), set(tracker.seeds_)))

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class _Tracker(Protocol):
-    states_: dict[str, Generator]
+    _states: dict[str, Generator]
 
 
 # Weak, so that a tracker that nobody holds any more drops out; numbered, so that the order is that of construction.
@@ -50,7 +50,7 @@ def get_all_rng_states() -> dict[str, Any]:
     """
     states: dict[str, Any] = {}
     for tracker, number in sorted(_trackers.items(), key=lambda item: item[1]):
-        for name, handle in tracker.states_.items():
+        for name, handle in tracker._states.items():
             if states.setdefault(name, handle) is not handle:
                 states[f"{name}@{number}"] = handle
     held = {id(handle) for handle in states.values()}

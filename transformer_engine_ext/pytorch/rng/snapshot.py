@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -24,10 +24,10 @@ class Snapshot(Recording):
 
     Parameters
     ----------
-    tensors : iterable of torch.Tensor
-        Tensor arguments of the region; their devices' default generators are covered.
+    tensors : sequence of torch.Tensor
+        Tensor arguments of the region. See Note [Which devices are covered].
     module : torch.nn.Module, optional
-        Module that the region calls; the devices of its parameters are covered too.
+        Module that the region calls.
     tracker : object, optional
         Tracker of another library that was passed to the region: covered whole, at entry.
 
@@ -42,7 +42,7 @@ class Snapshot(Recording):
     __slots__ = ("bound", "cuda_ready", "ends", "foreign", "foreign_ends")
 
     def __init__(
-        self, tensors: Iterable[Tensor], module: torch.nn.Module | None = None, tracker: object | None = None
+        self, tensors: Sequence[Tensor], module: torch.nn.Module | None = None, tracker: object | None = None
     ) -> None:
         super().__init__()
         self.ends: list[Any] | None = None
@@ -123,9 +123,11 @@ class Rewound(Recording):
             if snapshot.foreign is not None:
                 undo.append((snapshot.foreign.restore, (snapshot.foreign.rewind(),)))
             for tracker, states, seeds in snapshot.tables:
-                undo.append((_set_table, (tracker, tracker.states_, tracker.seeds_)))
+                undo.append((_set_table, (tracker, tracker._states, tracker.seeds_)))
                 _set_table(tracker, dict(states), set(seeds))
+            # See Note [A bound CPU stream lives in the default generator]
             live = [backend.read(handle) for backend, handle in zip(snapshot.backends, snapshot.handles, strict=True)]
+            # See Note [The earliest value wins]
             undo.append((snapshot.rewind, (live,)))
             snapshot.rewind(snapshot.values)
         except BaseException:
@@ -162,4 +164,4 @@ class Rewound(Recording):
 
 
 def _set_table(tracker: StreamTable, states: dict[str, Generator], seeds: set[int]) -> None:
-    tracker.states_, tracker.seeds_ = states, seeds
+    tracker._states, tracker.seeds_ = states, seeds

@@ -23,7 +23,7 @@ from transformer_engine_ext.errors import (
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of, get_backend
 from transformer_engine_ext.pytorch.rng.recording import note_birth, note_table, touch
 from transformer_engine_ext.pytorch.rng.registry import register_tracker
-from transformer_engine_ext.pytorch.rng.state import PhiloxState, decode_state
+from transformer_engine_ext.pytorch.rng.state import MT19937State, PhiloxState, decode_state
 
 __all__ = ["CudaRNGStatesTracker", "StreamStates", "covers_itself"]
 
@@ -42,18 +42,32 @@ class StreamStates(dict[str, Generator]):
     def __init__(self, handles: Mapping[str, Generator], state_values: Mapping[str, Tensor]) -> None:
         super().__init__(handles)
         self.state_values = dict(state_values)
+        self._captured = dict(handles)
+
+    def value_of(self, name: str) -> Tensor | None:
+        """Return the value that an entry carries; None if the entry was replaced since."""
+        if self.get(name) is not self._captured.get(name):
+            return None
+        return self.state_values.get(name)
 
     def copy(self) -> StreamStates:
         """Return a shallow copy that carries the same values."""
-        return StreamStates(self, self.state_values)
+        twin = StreamStates(self._captured, self.state_values)
+        twin.clear()
+        twin.update(self)
+        return twin
 
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamStates:
-        return StreamStates(_clone_handles(self, memo, self.state_values), self.state_values)
+        return StreamStates(_clone_handles(self, memo, self), {name: self._value_now(name) for name in self})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StreamStates, (dict(self), self.state_values)
+        return StreamStates, (dict(self), {name: self._value_now(name) for name in self})
+
+    def _value_now(self, name: str) -> Tensor:
+        carried = self.value_of(name)
+        return backend_of(self[name]).read(self[name]) if carried is None else carried
 
 
 class CudaRNGStatesTracker:
@@ -76,15 +90,27 @@ class CudaRNGStatesTracker:
     """
 
     def __init__(self, device: str | torch.device | None = None) -> None:
-        self.states_: dict[str, Generator] = {}
+        self._states: dict[str, Generator] = {}
         self.seeds_: set[int] = set()
         self._device = torch.device(device) if device is not None else None
         register_tracker(self)
 
+    # See Note [First touch]: whoever takes a handle inside a region may draw from it without a fork.
+    @property
+    def states_(self) -> dict[str, Generator]:
+        """Stream name to ``torch.Generator``."""
+        for name, handle in self._states.items():
+            touch(name, handle)
+        return self._states
+
+    @states_.setter
+    def states_(self, states: dict[str, Generator]) -> None:
+        self._states = states
+
     def reset(self) -> None:
         """Forget all streams and seeds."""
         note_table(self)
-        self.states_ = {}
+        self._states = {}
         self.seeds_ = set()
 
     def get_states(self) -> dict[str, Generator]:
@@ -95,7 +121,8 @@ class CudaRNGStatesTracker:
         StreamStates
             A new ``dict`` of name to ``torch.Generator``. Given to ``set_states``, it restores today's values.
         """
-        return StreamStates(self.states_, {name: backend_of(h).read(h) for name, h in self.states_.items()})
+        states = self.states_
+        return StreamStates(states, {name: backend_of(handle).read(handle) for name, handle in states.items()})
 
     def set_states(self, states: Mapping[str, Generator | Tensor]) -> None:
         """Set the tracker's streams; those that ``states`` does not name are dropped.
@@ -124,20 +151,16 @@ class CudaRNGStatesTracker:
                 "set_states takes a dict of stream name to torch.Generator or uint8 tensor, got a "
                 f"{type(states).__name__}. Nothing was changed"
             )
-        carried = states.state_values if isinstance(states, StreamStates) else {}
         handles: dict[str, Generator] = {}
         writes: list[tuple[Generator, Tensor]] = []
         born: list[Generator] = []
         for name, state in states.items():
-            mine = self.states_.get(name)
+            mine = self._states.get(name)
             if isinstance(state, Generator):
-                if name in carried and mine is not None:
-                    handles[name] = mine
-                    writes.append((mine, _checked(name, mine, carried[name])))
-                else:
-                    handles[name] = state
-                    if name in carried:
-                        writes.append((state, carried[name]))
+                carried = states.value_of(name) if isinstance(states, StreamStates) else None
+                handles[name] = state if mine is None or carried is None else mine
+                if carried is not None:
+                    writes.append((handles[name], _checked(name, handles[name], carried)))
             elif isinstance(state, Tensor):
                 if mine is None:
                     mine = self._stream_for(name, state)
@@ -156,7 +179,7 @@ class CudaRNGStatesTracker:
             touch(name, handle)
         for handle, value in writes:
             backend_of(handle).write(handle, value)
-        self.states_ = handles
+        self._states = handles
 
     def add(self, name: str, seed: int) -> None:
         """Add a stream at the start of a seed.
@@ -182,18 +205,18 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_:
             raise StreamExistsError(
                 f"seed {seed} already exists: another stream of this tracker starts from it, so stream {name!r} would "
-                f"draw the same numbers. Streams: {_listed(self.states_)}. Choose another seed, or reset() first"
+                f"draw the same numbers. Streams: {_listed(self._states)}. Choose another seed, or reset() first"
             )
-        if name in self.states_:
+        if name in self._states:
             raise StreamExistsError(
-                f"cuda rng state {name} already exists. Streams: {_listed(self.states_)}. "
+                f"cuda rng state {name} already exists. Streams: {_listed(self._states)}. "
                 "Choose another name, or reset() first"
             )
         backend, index = self._placement()
         handle = backend.new_stream(seed, index)
         note_table(self)
         note_birth(handle)
-        self.states_[name] = handle
+        self._states[name] = handle
         self.seeds_.add(seed)
         register_tracker(self)
 
@@ -223,8 +246,7 @@ class CudaRNGStatesTracker:
 
     def _stream_for(self, name: str, state: Tensor) -> Generator:
         """Make a stream for a state tensor whose name is new."""
-        decoded = decode_state(state)
-        if not isinstance(decoded, PhiloxState):
+        if not isinstance(_decoded(name, state), PhiloxState):
             return get_backend("cpu").new_stream(0, 0)
         if not torch.cuda.is_available():
             raise UnsupportedDeviceError(
@@ -241,14 +263,14 @@ class CudaRNGStatesTracker:
         # tracker along when it is copied.)
         twin = copy.copy(self)
         memo[id(self)] = twin
-        twin.states_ = _clone_handles(self.states_, memo)
+        twin._states = _clone_handles(self._states, memo)
         twin.seeds_ = set(self.seeds_)
         register_tracker(twin)
         return twin
 
     def __repr__(self) -> str:
-        lines = [f"  {name}: {decode_state(backend_of(h).read(h)).describe()}" for name, h in self.states_.items()]
-        return f"{type(self).__name__}({len(self.states_)} streams)" + "".join("\n" + line for line in lines)
+        lines = [f"  {name}: {decode_state(backend_of(h).read(h)).describe()}" for name, h in self._states.items()]
+        return f"{type(self).__name__}({len(self._states)} streams)" + "".join("\n" + line for line in lines)
 
 
 class _Fork(ContextDecorator):
@@ -257,6 +279,7 @@ class _Fork(ContextDecorator):
     def __init__(self, tracker: CudaRNGStatesTracker, name: str) -> None:
         self._tracker = tracker
         self._name = name
+        self._bound: list[tuple[DeviceBackend, Any]] = []
 
     def _recreate_cm(self) -> _Fork:
         return _Fork(self._tracker, self._name)
@@ -264,18 +287,19 @@ class _Fork(ContextDecorator):
     def __enter__(self) -> None:
         name = self._name
         try:
-            handle = self._tracker.states_[name]
+            handle = self._tracker._states[name]
         except KeyError:
             raise UnknownStreamError(
-                f"cuda rng state {name} is not added. Streams of this tracker: {_listed(self._tracker.states_)}. "
+                f"cuda rng state {name} is not added. Streams of this tracker: {_listed(self._tracker._states)}. "
                 f"Add it first: tracker.add({name!r}, seed)"
             ) from None
-        touch(name, handle)
-        self._backend = backend_of(handle)
-        self._token = self._backend.bind(handle)
+        touch(name, handle)  # See Note [First touch]
+        backend = backend_of(handle)
+        self._bound.append((backend, backend.bind(handle)))
 
     def __exit__(self, *exception: object) -> None:
-        self._backend.unbind(self._token)
+        backend, token = self._bound.pop()
+        backend.unbind(token)
 
 
 def covers_itself(tracker: object) -> bool:
@@ -286,7 +310,7 @@ def covers_itself(tracker: object) -> bool:
 
 def _checked(name: str, handle: Generator, value: Tensor) -> Tensor:
     """Return ``value`` as bytes on the CPU, or say why it cannot be a state of ``handle``."""
-    decoded = decode_state(value)
+    decoded = _decoded(name, value)
     expected = "cuda" if isinstance(decoded, PhiloxState) else "cpu"
     if handle.device.type != expected:
         raise StateFormatError(
@@ -296,15 +320,22 @@ def _checked(name: str, handle: Generator, value: Tensor) -> Tensor:
     return value.detach().cpu().contiguous().clone()
 
 
+def _decoded(name: str, value: Tensor) -> PhiloxState | MT19937State:
+    try:
+        return decode_state(value)
+    except StateFormatError as error:
+        raise StateFormatError(f"the state given for stream {name!r}: {error}. Nothing was changed") from None
+
+
 def _clone_handles(
-    handles: Mapping[str, Generator], memo: dict[int, Any], values: Mapping[str, Tensor] | None = None
+    handles: Mapping[str, Generator], memo: dict[int, Any], values: StreamStates | None = None
 ) -> dict[str, Generator]:
     clones = {}
     for name, handle in handles.items():
         if id(handle) not in memo:
             backend = backend_of(handle)
             clone = backend.new_stream(0, handle.device.index or 0)
-            backend.write(clone, backend.read(handle) if values is None else values[name])
+            backend.write(clone, backend.read(handle) if values is None else values._value_now(name))
             memo[id(handle)] = clone
         clones[name] = memo[id(handle)]
     return clones
