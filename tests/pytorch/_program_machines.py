@@ -8,6 +8,7 @@ whose turn it is to every draw, so it cannot share a fault with the package. Its
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -44,12 +45,20 @@ def bits(tensor: torch.Tensor | None) -> bytes:
     return b"" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes()
 
 
+@functools.cache
+def _wake(device: torch.device) -> None:
+    """Start CUDA, and give autograd's own thread its context: cuBLAS warns if it is the first there."""
+    if device.type == "cuda":
+        (torch.ones(1, device=device, requires_grad=True) * 2).backward()
+
+
 class Machine:
     """What both interpreters have in common: everything but forks, draws, regions and the call of backward."""
 
     def __init__(self, program: Program, device: str) -> None:
         self.program = program
         self.device = torch.device(device)
+        _wake(self.device)
         self.records: list[Record] = []
         self.default: torch.Generator = torch.default_generator
         self.defaults = {"default cpu": torch.default_generator.manual_seed(program.seed)}
