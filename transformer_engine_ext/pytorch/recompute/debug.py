@@ -36,11 +36,11 @@ class _Watch(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._number = next(_numbers)
         _runs[self._number] = threading.get_ident()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
         _runs.pop(self._number, None)
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,4 +81,4 @@ _OFF = nullcontext()
 
 def watching() -> AbstractContextManager[Any]:
     """Return the context for one run of a region; it does nothing unless the debug mode is on."""
-    return _Watch() if ENABLED else _OFF
+    return _Watch() if ENABLED else _OFF  # type: ignore[no-untyped-call]

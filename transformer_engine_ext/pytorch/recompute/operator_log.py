@@ -16,12 +16,12 @@ __all__ = ["OperatorLogs"]
 
 class _Logger(TorchDispatchMode):
     def __init__(self, lines: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._lines = lines
 
     def __enter__(self) -> Any:
         self._lines.clear()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

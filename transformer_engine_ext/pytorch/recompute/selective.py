@@ -28,7 +28,7 @@ class _Draws(TorchDispatchMode):
     """Notes, or replays, the stream position behind every random operator."""
 
     def __init__(self, noted: list[tuple[DeviceBackend, Tensor]], replay: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._noted = noted
         self._replay = replay
         self._next = 0
