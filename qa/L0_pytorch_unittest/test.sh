@@ -48,6 +48,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_helpers.py \
     tests/pytorch/test_proof.py \
     tests/pytorch/test_backends.py \
+    tests/pytorch/test_broken_transformer_engine.py \
     tests/pytorch/test_checkpoint_arguments.py \
     tests/pytorch/test_checkpoint_autocast.py \
     tests/pytorch/test_checkpoint_autograd.py \
@@ -60,17 +61,25 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_checkpoint_memory.py \
     tests/pytorch/test_checkpoint_misc.py \
     tests/pytorch/test_checkpoint_nesting.py \
+    tests/pytorch/test_checkpoint_user_hooks.py \
     tests/pytorch/test_device_coverage.py \
+    tests/pytorch/test_error_text.py \
     tests/pytorch/test_original_fix.py \
+    tests/pytorch/test_parallel_rng.py \
     tests/pytorch/test_recompute_rng.py \
     tests/pytorch/test_recompute_rng_around.py \
     tests/pytorch/test_recompute_rng_edges.py \
     tests/pytorch/test_recompute_rng_limits.py \
     tests/pytorch/test_recompute_rng_more.py \
     tests/pytorch/test_recompute_rng_states.py \
+    tests/pytorch/test_rng_file.py \
     tests/pytorch/test_state.py \
+    tests/pytorch/test_streams.py \
     tests/pytorch/test_tracker.py \
     tests/pytorch/test_tracker_kinds.py \
+    tests/pytorch/distributed/test_ddp_checkpoint.py \
+    tests/pytorch/distributed/test_dtensor_checkpoint.py \
+    tests/pytorch/distributed/test_parallel_rng_ranks.py \
     tests/pytorch/test_fuzz_programs.py \
     || test_fail "unittest"
 

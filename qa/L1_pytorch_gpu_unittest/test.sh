@@ -42,15 +42,19 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_checkpoint_autocast.py \
     tests/pytorch/test_checkpoint_memory.py \
     tests/pytorch/test_checkpoint_misc.py \
+    tests/pytorch/test_checkpoint_user_hooks.py \
     tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_original_fix.py \
+    tests/pytorch/test_parallel_rng.py \
     tests/pytorch/test_recompute_rng.py \
     tests/pytorch/test_recompute_rng_around.py \
     tests/pytorch/test_recompute_rng_edges.py \
     tests/pytorch/test_recompute_rng_limits.py \
     tests/pytorch/test_recompute_rng_more.py \
     tests/pytorch/test_recompute_rng_states.py \
+    tests/pytorch/test_rng_file.py \
     tests/pytorch/test_state.py \
+    tests/pytorch/test_streams.py \
     tests/pytorch/test_tracker.py \
     tests/pytorch/test_tracker_kinds.py \
     tests/pytorch/test_fuzz_programs.py \
