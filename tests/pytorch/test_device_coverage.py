@@ -23,7 +23,7 @@ from _proof import ENGINE_IDS, ENGINES, Proof, assert_one_mask, differing
 from _twins import STREAM_SEEDS, Bench, compare, drop
 from transformer_engine_ext.errors import UnsupportedDeviceError
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
-from transformer_engine_ext.pytorch.rng import devices
+from transformer_engine_ext.pytorch.rng import coverage, devices
 
 engines = pytest.mark.parametrize("use_reentrant", ENGINES, ids=ENGINE_IDS)
 SIZE = 256
@@ -170,7 +170,43 @@ def test_device_of_a_module(three_gpus: Machine, use_reentrant: bool) -> None:
     _check_region(three_gpus, "cuda:2", use_reentrant, lambda: Claims("cuda:2"), module=True)
 
 
+@engines
+def test_device_that_the_region_touches_first_is_exact_or_refused(
+    three_gpus: Machine, monkeypatch: pytest.MonkeyPatch, use_reentrant: bool
+) -> None:
+    """No argument and no parameter names the device, and the process had not used it before the region."""
+    in_use = {0}
+    monkeypatch.setattr(coverage, "_has_context", lambda index: index in in_use)
+    proof = Proof()
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        proof.ran()
+        in_use.add(2)
+        return proof.watch(x * three_gpus.mask("cuda:2")) * x
+
+    x = torch.ones(SIZE, requires_grad=True)
+    refused: str | None = None
+    try:
+        y = te_checkpoint(region, x, use_reentrant=use_reentrant)
+        proof.after_forward()
+        y.sum().backward()
+        proof.after_backward()
+    except UnsupportedDeviceError as error:
+        refused = str(error)
+    if refused is None:
+        assert x.grad is not None
+        wrong = differing(x.grad, 2 * y.detach())
+        assert wrong == 0, f"silently, {wrong} of {SIZE} gradient elements belong to another mask"
+    else:
+        assert "cuda:2" in refused
+
+
 # ---------------------------------------------------------------- other device types
+
+
+def _pretend_accelerator(monkeypatch: pytest.MonkeyPatch, device_type: str) -> None:
+    """A build of torch whose tensors can live on a device type also names it as its accelerator."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device(device_type))
 
 
 @engines
@@ -180,6 +216,7 @@ def test_other_type_that_torch_can_read_and_write_is_exact(
 ) -> None:
     """A device type without a backend of ours, whose torch module has get_rng_state and set_rng_state."""
     machine = Machine("xpu:0", "xpu:1")
+    _pretend_accelerator(monkeypatch, "xpu")
 
     def find(device: Any = "xpu") -> torch.Generator:
         place = torch.device("xpu", device) if isinstance(device, int) else torch.device(device)
@@ -210,7 +247,11 @@ def test_type_without_a_generator_is_an_error_never_silent(use_reentrant: bool, 
 
 
 @engines
-def test_module_on_a_type_without_a_generator_is_an_error_too(use_reentrant: bool) -> None:
+def test_module_on_a_type_without_a_generator_is_an_error_too(
+    monkeypatch: pytest.MonkeyPatch, use_reentrant: bool
+) -> None:
+    _pretend_accelerator(monkeypatch, "hpu")
+
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
