@@ -27,6 +27,37 @@ _ROLL_CALL_SECONDS = 5.0
 _T = TypeVar("_T")
 
 
+class _SharedGroups:
+    """The gloo groups of this process, one per time-out, for as long as the world stays the same."""
+
+    # Shared, because every group costs a connection per pair of ranks, and so that it does not matter through which
+    # object a rank takes part in a message.
+    def __init__(self) -> None:
+        self._world: dist.ProcessGroup | None = None
+        self._groups: dict[timedelta, dist.ProcessGroup] = {}
+
+    def get(self, timeout: timedelta) -> dist.ProcessGroup:
+        """Return the group; the first call for a time-out makes it, which is a collective call itself."""
+        if dist.group.WORLD is not self._world:
+            self._world, self._groups = dist.group.WORLD, {}
+        if timeout not in self._groups:
+            self._groups[timeout] = dist.new_group(backend="gloo", timeout=timeout)
+        return self._groups[timeout]
+
+    def drop(self, timeout: timedelta) -> str:
+        """Destroy a group that failed; returns its name, "new" if it was not made yet."""
+        group = self._groups.pop(timeout, None)
+        if group is None:
+            return "new"
+        name = group.group_name
+        with suppress(RuntimeError):
+            dist.destroy_process_group(group)
+        return name
+
+
+_shared = _SharedGroups()
+
+
 # Note [A dead peer is an error]
 # Messages go through a gloo group of their own: it works on CPU tensors whatever backend the job uses, and its
 # time-out belongs to this package instead of being the job's (30 minutes with gloo). A collective on it fails at once
@@ -54,7 +85,6 @@ class ControlGroup:
         initialised = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if initialised else (0, 1)
         self._world = dist.group.WORLD if initialised else None
-        self._group: dist.ProcessGroup | None = None
 
     def gather(self, payload: bytes, what: str) -> list[bytes] | None:
         """Return every rank's bytes, in the order of ranks, on rank 0; None on the others."""
@@ -103,20 +133,12 @@ class ControlGroup:
             )
         # See Note [A dead peer is an error]
         try:
-            if self._group is None:
-                # Made at the first message, since making it is a collective call itself.
-                self._group = dist.new_group(backend="gloo", timeout=self.timeout)
-            return collective(self._group)
+            return collective(_shared.get(self.timeout))
         except RuntimeError as error:
             raise PeerFailureError(self._explain(what, error)) from error
 
     def _explain(self, what: str, error: RuntimeError) -> str:
-        name = "new" if self._group is None else self._group.group_name
-        if self._group is not None:
-            with suppress(RuntimeError):
-                dist.destroy_process_group(self._group)
-            self._group = None
-        missing = self._roll_call(name)
+        missing = self._roll_call(_shared.drop(self.timeout))
         head = f"{what}: rank {self.rank} of {self.world_size} could not finish the exchange with the other ranks. "
         if missing is None:
             who = "The rendezvous store is gone too: the process that hosts it (normally rank 0) has died. "
