@@ -176,6 +176,9 @@ class Machine:
             return h * (0.5 + torch.bernoulli(self.odds, generator=generator))
         if kind == "randn":  # an odd number: mt19937 keeps the other half of the last pair of normals
             return h * (1.5 + torch.randn(3, generator=generator, device=self.device))
+        if kind == "host":
+            host = generator if self.device.type == "cpu" else None  # a fork binds the generator of its own device only
+            return h * (0.5 + torch.rand(3, generator=host)).to(self.device)
         torch.rand(3, generator=generator, device=self.device)
         return h
 

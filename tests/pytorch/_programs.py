@@ -51,7 +51,7 @@ SHARED = {(1, "b"): (0, "b")}
 ALIAS = (1, "default")
 
 OPS = ("sin", "cos", "mul")
-DRAWS = ("dropout", "rand", "bernoulli", "randn", "burn")
+DRAWS = ("dropout", "rand", "bernoulli", "randn", "host", "burn")
 MODES = ("grad", "constant", "no_grad")
 
 
@@ -93,7 +93,10 @@ class Lin(_Node):
 
 @dataclass(frozen=True, repr=False)
 class Draw(_Node):
-    """Random numbers from the current stream, multiplied in ("burn": drawn and thrown away): one of `DRAWS`."""
+    """Random numbers from the current stream, multiplied in: one of `DRAWS`.
+
+    "burn" throws them away; "host" draws from the CPU's default generator, also in a program on CUDA.
+    """
 
     kind: str
 
