@@ -110,7 +110,7 @@ class HeldStreams:
 
     def write(self, states: Mapping[str, Tensor]) -> None:
         """Put every stream where `states` says, in place; a stream that the tracker lacks is made. All or none."""
-        self.check(states)
+        self.check(states)  # See Note [Check everything, agree, then change]
         self._make_missing({name: decode_state(state).seed for name, state in states.items()})
         for name, handle in self._handles("load").items():
             value = states[name].detach().cpu().contiguous().clone()
@@ -126,7 +126,7 @@ class HeldStreams:
         return self._device.index or 0
 
     def _handles(self, verb: str) -> dict[str, Generator]:
-        self._refuse_in_fork(verb)
+        self._refuse_in_fork(verb)  # See Note [Streams are addressed outside of forks]
         states = cast("Mapping[str, Any]", self._tracker.states_)
         missing = [name for name in self._tracked() if name not in states]
         if missing:

@@ -121,6 +121,7 @@ class ParallelRNG:
         ValueError, TypeError
             If the seed is out of range or no int, or a stream lacks what the derivation needs.
         """
+        # See Note [Streams that may share a seed]
         bits = self._held.seed_bits
         for place in self.layout.places():
             seeds = {spec.name: megatron_seed(spec, seed, place) for spec in self.streams}

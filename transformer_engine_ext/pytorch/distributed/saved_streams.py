@@ -32,6 +32,7 @@ def save_streams(
     problem: Exception | None = None
     if rows is not None:
         try:
+            # See Note [A save never damages the former file]
             rng_file.write_atomically(path, rng_file.encode(header, _unpack(rows, header)))
         except Exception as error:
             problem = error
