@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,17 @@ class FakeCUDA(devices.CPUBackend):
         return None
 
 
+class Handle:
+    """What torch itself holds for the default generator of a CUDA device that is not there."""
+
+    def __init__(self, stream: torch.Generator) -> None:
+        self._stream = stream
+
+    def get_offset(self) -> int:
+        """A number that differs wherever the stream stands elsewhere."""
+        return zlib.crc32(self._stream.get_state().numpy().tobytes())
+
+
 @pytest.fixture
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Three CUDA devices, of which number 0 is the current one."""
@@ -91,6 +103,8 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    handles = tuple(Handle(stream) for stream in machine.generators.values())
+    monkeypatch.setattr(torch.cuda, "default_generators", handles)
     return machine
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from _helpers import requires_cuda
 from _proof import ENGINE_IDS, ENGINES, assert_one_mask, assert_same_tensors, next_draws
 from _twins import SIZE, Bench, drop
 from transformer_engine_ext.errors import RecomputeMismatchError
@@ -141,6 +142,24 @@ def test_a9_recompute_that_draws_another_amount(
     _switched(twin, stream, draws_on_run)(twin.x)
     expected = next_draws(device, twin.tracker, twin.names)
     assert_same_tensors(actual, expected, "draws after the failing recompute")
+
+
+@requires_cuda
+@pytest.mark.parametrize("draws_on_run", [1, 2], ids=["recompute_draws_less", "recompute_draws_more"])
+def test_a9_recompute_that_was_stopped_early(draws_on_run: int) -> None:
+    """The reentrant engine never stops early; on the CPU such a recompute is not compared (reading states costs)."""
+    bench = Bench("cuda", False)
+    switched = _switched(bench, None, draws_on_run)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return switched(x) + 0.0  # a node that saves nothing, before which the recompute is stopped
+
+    y = bench.checkpoint(region, bench.x, early_stop=True)
+    bench.forward_done()
+    with pytest.raises(RecomputeMismatchError) as caught:
+        y.sum().backward()
+    bench.backward_done()
+    _assert_named(caught.value, "default")
 
 
 @engines
