@@ -19,6 +19,7 @@ from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, unpac
 from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
 from transformer_engine_ext.pytorch.recompute.region import Region, StopRecompute
+from transformer_engine_ext.pytorch.rng.audit import mismatch
 
 __all__ = ["run_non_reentrant"]
 
@@ -76,6 +77,9 @@ class _Saving:
         self.places: list[weakref.ref[_Place]] = []
         self.metadata: list[Metadata] | None = [] if check else None
         self.last_save = -1
+        # Where the default CUDA generator stood at the last save, and whose that is; see audit.py.
+        self.clock = region.cuda_clock()
+        self.last_position = 0
         # Whether autograd nodes were made behind the last save; unknown (True) until forward has ended.
         self.open_end = True
         self.ended = False
@@ -90,6 +94,8 @@ class _Saving:
         if self.metadata is not None:
             self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
         self.last_save = _sequence_number()
+        if self.clock is not None:
+            self.last_position = self.clock.get_offset()
         return place
 
     # Note [One recompute per backward pass]
@@ -133,13 +139,14 @@ class _Saving:
 class _Run:
     """One recompute: counts what it saves and compares it with the forward."""
 
-    __slots__ = ("count", "different", "early_stop", "saving", "surplus", "task")
+    __slots__ = ("count", "different", "early_stop", "saving", "stopped_at", "surplus", "task")
 
     def __init__(self, saving: _Saving, task: object) -> None:
         self.saving = saving
         self.task = task
         self.count = 0
         self.surplus = 0
+        self.stopped_at: int | None = None
         self.different: list[str] = []
         # Note [Smart stop]
         # Stopping through C++ by an exception costs about 30 us. Where forward made no autograd node behind its last
@@ -170,6 +177,8 @@ class _Run:
                         f"  recomputed metadata: {_described(found)}"
                     )
         if self.early_stop and self.count == len(saving.places):
+            if saving.clock is not None:
+                self.stopped_at = saving.clock.get_offset()
             raise StopRecompute
         # Not the place: the function may run a backward of its own over the graph of the recompute.
         return tensor
@@ -180,6 +189,14 @@ class _Run:
             # A backward inside the region: forward goes on behind this point, so counts may differ from now on.
             saving.loose = saving.loose or self.surplus > 0
             return
+        if self.stopped_at is not None and self.stopped_at != saving.last_position:
+            self.empty()
+            raise mismatch(
+                [
+                    "  the default CUDA generator (or the stream it was bound to): at the last tensor that backward "
+                    f"needs, forward stood at offset {saving.last_position}, recompute at {self.stopped_at}"
+                ]
+            )
         expected, saved = len(saving.places), self.count + self.surplus
         if expected != saved and not saving.loose:
             self.empty()

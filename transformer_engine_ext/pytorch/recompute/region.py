@@ -98,6 +98,13 @@ class Region:
         """Whether the region's forward runs under autocast."""
         return self._ambient.casts
 
+    def cuda_clock(self) -> torch.Generator | None:
+        """Return the default generator whose position tells how far a run has come; None without CUDA."""
+        if self.snapshot is None or not self.snapshot.cuda_ready:
+            return None
+        clock: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        return clock
+
     def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the function for the first time.
 

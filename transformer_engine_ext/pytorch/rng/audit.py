@@ -8,7 +8,7 @@ from transformer_engine_ext.errors import RecomputeMismatchError
 from transformer_engine_ext.pytorch.rng.devices import same_value
 from transformer_engine_ext.pytorch.rng.snapshot import Rewound
 
-__all__ = ["audit"]
+__all__ = ["audit", "mismatch"]
 
 _CAUSES = """\
 Likely causes: the function branches on something that changed between forward and backward (a counter, a flag, \
@@ -21,8 +21,9 @@ transformer_engine_ext.pytorch.is_recomputing(). preserve_rng_state=False turns 
 # Note [The audit is necessary, not sufficient]
 # Equal positions do not prove equal numbers: a CUDA offset counts per thread, so a dropout of 10 elements and one of
 # 1,000 move it alike. Different positions do prove different numbers, and cost one comparison. A recompute that was
-# stopped early has not made the draws behind the last saved tensor, so there only an overshoot proves anything, and
-# only where positions have an order (CUDA).
+# stopped early has not made the draws behind the last saved tensor, so where its forward ended says nothing about it:
+# there the non-reentrant engine compares where the default CUDA generator stood at that tensor, and only streams that
+# forward did not use at all are compared here.
 def audit(rewound: Rewound) -> None:
     """Compare where streams stood after a recompute with where they stood after its forward.
 
@@ -40,12 +41,11 @@ def audit(rewound: Rewound) -> None:
     if snapshot.ends is None:  # backward inside the region: forward has not ended, so there is nothing to compare with
         return
     lines = []
-    streams = zip(snapshot.names, snapshot.backends, snapshot.values, snapshot.ends, rewound.reached, strict=True)
-    for name, backend, entry, end, reached in streams:
-        if reached is None or backend.same(end, reached) or (not rewound.complete and reached < end):
-            continue
-        forward, recompute = backend.distance(entry, end), backend.distance(entry, reached)
-        lines.append(f"  stream {name!r}: forward drew {forward}, recompute drew {recompute}")
+    streams = zip(snapshot.names, snapshot.backends, snapshot.values, snapshot.ends, strict=True)
+    for (name, backend, entry, end), reached in zip(streams, rewound.reached, strict=rewound.complete):
+        if not backend.same(end, reached):
+            forward, recompute = backend.distance(entry, end), backend.distance(entry, reached)
+            lines.append(f"  stream {name!r}: forward drew {forward}, recompute drew {recompute}")
     for name, backend, entry, strayed in zip(
         rewound.names, rewound.backends, rewound.values, rewound.strayed, strict=True
     ):
@@ -57,7 +57,12 @@ def audit(rewound: Rewound) -> None:
         if end is None or not same_value(end, state):
             lines.append(f"  stream {name!r} (tracker of another library): its state after the recompute differs")
     if lines:
-        raise RecomputeMismatchError(
-            "The recompute of a checkpointed region drew other random numbers than its forward, so its gradients "
-            "would belong to another function than the loss:\n" + "\n".join(lines) + "\n" + _CAUSES
-        )
+        raise mismatch(lines)
+
+
+def mismatch(lines: list[str]) -> RecomputeMismatchError:
+    """Return the error that lists streams, one per line, and the likely causes."""
+    return RecomputeMismatchError(
+        "The recompute of a checkpointed region drew other random numbers than its forward, so its gradients "
+        "would belong to another function than the loss:\n" + "\n".join(lines) + "\n" + _CAUSES
+    )

@@ -35,7 +35,6 @@ class _ModuleBackend:
     """
 
     device_type = "other"
-    ordered = False
 
     def __init__(self, module: Any) -> None:
         self._module = module

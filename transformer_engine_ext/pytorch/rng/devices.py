@@ -17,14 +17,13 @@ from torch import Generator, Tensor
 from transformer_engine_ext.errors import UnsupportedDeviceError
 from transformer_engine_ext.pytorch.rng.state import MT19937State, count_words, decode_state
 
-__all__ = ["CPUBackend", "CUDABackend", "DeviceBackend", "backend_of", "get_backend", "same_value"]
+__all__ = ["CPUBackend", "CUDABackend", "DeviceBackend", "backend_of", "device_index", "get_backend", "same_value"]
 
 
 class DeviceBackend(Protocol):
     """What the snapshot and the tracker need to know of one device type."""
 
     device_type: str
-    ordered: bool  # positions are numbers that grow with every draw
 
     def default(self, index: int) -> Generator:
         """Return a handle on the stream that the default generator of device ``index`` is bound to now."""
@@ -66,6 +65,15 @@ def same_value(first: Tensor, second: Tensor) -> bool:
     )
 
 
+def device_index(handle: Generator) -> int:
+    """Return the index of a stream's device; 0 for the CPU."""
+    device = handle.device
+    if device.index is not None:
+        return device.index
+    # torch.Generator("cuda") names no index: it belongs to the current device.
+    return 0 if device.type == "cpu" else torch.cuda.current_device()
+
+
 class CPUBackend:
     """CPU streams: mt19937, moved by value.
 
@@ -80,7 +88,6 @@ class CPUBackend:
     # look where the value really is. Code that uses a handle directly (generator=handle) inside a fork of the same
     # stream sees the stale bytes; this package never does.
     device_type = "cpu"
-    ordered = False
 
     def __init__(self) -> None:
         self._default = torch.default_generator
@@ -145,7 +152,6 @@ class CUDABackend:
     """CUDA streams outside graph capture: philox, several handles may share one state."""
 
     device_type = "cuda"
-    ordered = True
 
     def default(self, index: int) -> Generator:
         handle: Generator = torch.cuda.default_generators[index].graphsafe_get_state()
@@ -168,7 +174,11 @@ class CUDABackend:
         return int(entry.view(torch.int64)[1]) == position
 
     def distance(self, entry: Tensor, position: int) -> str:
-        return f"{position - int(entry.view(torch.int64)[1])} random numbers per thread (offset {position})"
+        start = int(entry.view(torch.int64)[1])
+        moved = (
+            "back (it was re-seeded or set)" if position < start else f"{position - start} random numbers per thread"
+        )
+        return f"{moved} (offset {start} to {position})"
 
     def new_stream(self, seed: int, index: int) -> Generator:
         # clone_state keeps this working where Transformer Engine's own trackers work: the result is graph-safe.
@@ -177,7 +187,7 @@ class CUDABackend:
         return handle
 
     def bind(self, handle: Generator) -> tuple[Generator, Generator]:
-        default = torch.cuda.default_generators[handle.device.index]
+        default = torch.cuda.default_generators[device_index(handle)]
         outer = default.graphsafe_get_state()
         default.graphsafe_set_state(handle)
         return default, outer

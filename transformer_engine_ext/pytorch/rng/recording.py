@@ -79,12 +79,9 @@ class Recording:
         """Stop receiving touches."""
         _stack.open.remove(self)
 
-    def positions(self, only_ordered: bool = False) -> list[Any]:
-        """Return where each noted stream stands now; with ``only_ordered``, None where positions have no order."""
-        return [
-            None if only_ordered and not backend.ordered else backend.position(handle)
-            for backend, handle in zip(self.backends, self.handles, strict=True)
-        ]
+    def positions(self) -> list[Any]:
+        """Return where each noted stream stands now."""
+        return [backend.position(handle) for backend, handle in zip(self.backends, self.handles, strict=True)]
 
     def rewind(self, values: Sequence[Tensor]) -> None:
         """Write ``values`` into the noted streams, in place."""

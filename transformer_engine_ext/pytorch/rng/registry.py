@@ -30,7 +30,8 @@ class _Tracker(Protocol):
 # Weak, so that a tracker that nobody holds any more drops out; numbered, so that the order is that of construction.
 _trackers: weakref.WeakKeyDictionary[_Tracker, int] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)
-_extra: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+# Held: generators take no weak references before torch 2.13.
+_extra: dict[str, Any] = {}
 
 
 def register_tracker(tracker: _Tracker) -> None:
@@ -66,11 +67,12 @@ def set_all_rng_states(states: Mapping[str, Any]) -> None:
     Parameters
     ----------
     states : mapping of str to torch.Generator
-        Streams that belong to no tracker of this package, say another library's. Neither the mapping nor the streams
-        are kept alive.
+        Streams that belong to no tracker of this package, say another library's; those that do are known anyway.
+        The streams are kept alive until the next call, the mapping is not kept.
     """
+    held = {id(handle) for tracker in _trackers for handle in tracker._states.values()}
     _extra.clear()
-    _extra.update(states)
+    _extra.update((name, handle) for name, handle in states.items() if id(handle) not in held)
 
 
 def graph_safe_rng_available() -> bool:

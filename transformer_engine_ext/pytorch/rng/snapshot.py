@@ -140,10 +140,11 @@ class Rewound(Recording):
     ) -> None:
         try:
             if kind is None and self.snapshot.ends is not None:
-                self.reached = self.snapshot.positions(only_ordered=not self.complete)
                 self.strayed = self.positions()
-                if self.snapshot.foreign is not None and self.complete:
-                    self.foreign_reached = self.snapshot.foreign.positions()
+                if self.complete:
+                    self.reached = self.snapshot.positions()
+                    if self.snapshot.foreign is not None:
+                        self.foreign_reached = self.snapshot.foreign.positions()
         finally:
             self._restore()
 

@@ -20,7 +20,7 @@ from transformer_engine_ext.errors import (
     UnknownStreamError,
     UnsupportedDeviceError,
 )
-from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of, get_backend
+from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of, device_index, get_backend
 from transformer_engine_ext.pytorch.rng.recording import note_birth, note_table, touch
 from transformer_engine_ext.pytorch.rng.registry import register_tracker
 from transformer_engine_ext.pytorch.rng.state import MT19937State, PhiloxState, decode_state
@@ -334,7 +334,7 @@ def _clone_handles(
     for name, handle in handles.items():
         if id(handle) not in memo:
             backend = backend_of(handle)
-            clone = backend.new_stream(0, handle.device.index or 0)
+            clone = backend.new_stream(0, device_index(handle))
             backend.write(clone, backend.read(handle) if values is None else values._value_now(name))
             memo[id(handle)] = clone
         clones[name] = memo[id(handle)]
