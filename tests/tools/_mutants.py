@@ -36,6 +36,7 @@ class Mutant:
     kind: str
     text: str  # the first line of what is changed
     source: str  # the whole changed file
+    original: str  # the same before
 
     @property
     def key(self) -> str:
@@ -73,7 +74,7 @@ def _saves(value: ast.expr | None) -> bool:
 
 class _Collector:
     def __init__(self, file: str, source: str) -> None:
-        self.file, self.lines = file, source.splitlines()
+        self.file, self.original, self.lines = file, source, source.splitlines()
         self.found: list[Mutant] = []
 
     def add(self, node: ast.AST, function: str, kind: str, first: int, last: int, new: list[str]) -> None:
@@ -81,7 +82,7 @@ class _Collector:
         # Editing text can go wrong where syntax is unusual: better to stop here than to count a SyntaxError as killed.
         source = _segment(self.lines, first, last, new)
         compile(source, self.file, "exec")
-        self.found.append(Mutant(self.file, first, last, function, kind, text, source))
+        self.found.append(Mutant(self.file, first, last, function, kind, text, source, self.original))
 
     def remove(self, node: ast.stmt, function: str) -> None:
         last = node.end_lineno or node.lineno

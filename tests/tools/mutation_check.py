@@ -61,12 +61,10 @@ class Slot:
     job: Job | None = None
 
     @classmethod
-    def make(cls, folder: Path) -> Slot:
+    def make(cls, repository: Path, folder: Path) -> Slot:
         for name in (PACKAGE, "tests", "qa"):
-            shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-        for name in ("pyproject.toml", "setup.py", "README.md", "CHANGELOG.md"):
-            if (REPO / name).exists():
-                shutil.copy(REPO / name, folder / name)
+            shutil.copytree(repository / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        shutil.copy(repository / "pyproject.toml", folder)
         return cls(folder)
 
     def write(self, file: str, source: str) -> None:
@@ -122,7 +120,7 @@ class Check:
                     verdict, by = slot.job.verdict()
                     spent += slot.job.seconds
                     slot.job = None
-                    slot.write(mutant.file, (REPO / PACKAGE / mutant.file).read_text())
+                    slot.write(mutant.file, mutant.original)
                     if verdict == "passed" and later:
                         queue.append((mutant, later, spent))
                         continue
@@ -206,13 +204,16 @@ def main() -> int:
     options = parser.parse_args()
 
     start = time.monotonic()
-    mutants = [mutant for mutant in mutants_of(REPO / PACKAGE, FOLDERS) if options.only in mutant.key]
-    tests = [str(path.relative_to(REPO)) for path in sorted((REPO / "tests").rglob("test_*.py"))]
-    tests = [test for test in tests if not BLIND.search(test)]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        slots = [Slot.make(Path(folder) / str(number)) for number in range(options.jobs)]
+        # Everything is read from the first copy, so that the repository may change meanwhile.
+        root = Path(folder) / "0"
+        slots = [Slot.make(REPO, root)]
+        slots += [Slot.make(root, Path(folder) / str(number)) for number in range(1, options.jobs)]
+        mutants = [mutant for mutant in mutants_of(root / PACKAGE, FOLDERS) if options.only in mutant.key]
+        tests = [str(path.relative_to(root)) for path in sorted((root / "tests").rglob("test_*.py"))]
+        tests = [test for test in tests if not BLIND.search(test)]
         import_once()
-        baseline = start_baseline(slots[0].root, PACKAGE, tests)
+        baseline = start_baseline(root, PACKAGE, tests)
         print(f"{len(baseline.seconds)} tests pass without a mutant, {time.monotonic() - start:.0f} s", flush=True)
         for test in sorted(baseline.seconds, key=baseline.seconds.__getitem__)[-5:]:
             print(f"  {baseline.seconds[test]:5.1f} s {test}")
