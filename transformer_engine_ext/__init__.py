@@ -30,14 +30,16 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has: {', '.join(__all__)}")
-    module_name, attribute = _LAZY[name]
-    module = import_module(module_name)
-    value = module if attribute is None else getattr(module, attribute)
-    globals()[name] = value  # looked up once
-    return value
+if not TYPE_CHECKING:  # a type checker that sees a module's __getattr__ takes every misspelt name for an object
+
+    def __getattr__(name: str) -> object:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has: {', '.join(__all__)}")
+        module_name, attribute = _LAZY[name]
+        module = import_module(module_name)
+        value = module if attribute is None else getattr(module, attribute)
+        globals()[name] = value  # looked up once
+        return value
 
 
 def __dir__() -> list[str]:

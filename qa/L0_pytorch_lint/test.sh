@@ -22,6 +22,7 @@ echo "Checking format with ruff"
 python3 -m ruff format --check . || error_exit "ruff format (to apply it: ruff format .)"
 echo "Checking types with mypy"
 python3 -m mypy || error_exit "mypy"
+python3 -m mypy qa/L0_pytorch_lint/typed_usage.py || error_exit "mypy of code that uses the package"
 
 echo "Checking shell scripts with bash -n"
 for script in qa/*/test.sh .ci/run; do

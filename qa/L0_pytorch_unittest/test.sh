@@ -62,6 +62,8 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_checkpoint_misc.py \
     tests/pytorch/test_checkpoint_nesting.py \
     tests/pytorch/test_checkpoint_user_hooks.py \
+    tests/pytorch/test_demo.py \
+    tests/pytorch/test_demo_report.py \
     tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_error_text.py \
     tests/pytorch/test_original_fix.py \
@@ -75,6 +77,8 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_rng_file.py \
     tests/pytorch/test_state.py \
     tests/pytorch/test_streams.py \
+    tests/pytorch/test_torch_options.py \
+    tests/pytorch/test_torch_rules.py \
     tests/pytorch/test_tracker.py \
     tests/pytorch/test_tracker_kinds.py \
     tests/pytorch/distributed/test_ddp_checkpoint.py \

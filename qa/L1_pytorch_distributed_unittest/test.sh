@@ -26,11 +26,20 @@ if [ -z "${XML_LOG_DIR:-}" ]; then
 fi
 mkdir -p "$XML_LOG_DIR" || error_exit "cannot write to XML_LOG_DIR=$XML_LOG_DIR"
 
-python3 -c "import transformer_engine_ext, safetensors, tqdm" ||
-    pip3 install -e . || error_exit "Failed to install the package"
+python3 -c "import pytest, pytest_timeout, hypothesis, transformer_engine_ext" ||
+    pip3 install -e ".[test]" || error_exit "Failed to install the tests' requirements"
 
 NUM_GPUS=$(python3 -c "import torch; print(torch.cuda.device_count())") || error_exit "Failed to import torch"
 [ "$NUM_GPUS" -ge 2 ] || error_exit "these tests need two GPUs, found $NUM_GPUS; L0_pytorch_unittest runs them on gloo"
+
+# A test that finds fewer GPUs than it needs skips, unless that many are promised here: then it fails.
+export NVTE_EXT_FAIL_WITHOUT_CUDA=$NUM_GPUS
+
+# Only the NCCL half of each file; the gloo half runs in L0.
+python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_distributed_unittest.xml \
+    tests/pytorch/distributed/test_dtensor_checkpoint.py \
+    tests/pytorch/distributed/test_parallel_rng_ranks.py \
+    || test_fail "distributed_unittest"
 
 # Tensor-parallel training over NCCL, all arms, with a stop and a resume in new processes.
 python3 -m transformer_engine_ext demo --device cuda --nproc 2 || test_fail "te-ext demo"
