@@ -29,7 +29,7 @@ if [ -z "${XML_LOG_DIR:-}" ]; then
 fi
 mkdir -p "$XML_LOG_DIR" || error_exit "cannot write to XML_LOG_DIR=$XML_LOG_DIR"
 
-python3 -c "import pytest, pytest_timeout, pytest_cov, hypothesis, transformer_engine_ext" ||
+python3 -c "import pytest, pytest_timeout, pytest_cov, hypothesis, safetensors, tqdm, torch" ||
     pip3 install -e ".[test]" || error_exit "Failed to install the tests' requirements"
 
 # One process for all files: importing torch takes seconds, and a file often less. The tensors are small, so more than

@@ -26,7 +26,7 @@ if [ -z "${XML_LOG_DIR:-}" ]; then
 fi
 mkdir -p "$XML_LOG_DIR" || error_exit "cannot write to XML_LOG_DIR=$XML_LOG_DIR"
 
-python3 -c "import pytest, pytest_timeout, hypothesis, transformer_engine_ext" ||
+python3 -c "import pytest, pytest_timeout, hypothesis, safetensors, tqdm, torch" ||
     pip3 install -e ".[test]" || error_exit "Failed to install the tests' requirements"
 
 NUM_GPUS=$(python3 -c "import torch; print(torch.cuda.device_count())") || error_exit "Failed to import torch"
