@@ -100,7 +100,7 @@ class Region:
 
     def cuda_clock(self) -> torch.Generator | None:
         """Return the default generator whose position tells how far a run has come; None without CUDA."""
-        if self.snapshot is None or not self.snapshot.cuda_ready:
+        if self.snapshot is None or not self.snapshot.cuda_ready or self.snapshot.captured:
             return None
         clock: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
         return clock

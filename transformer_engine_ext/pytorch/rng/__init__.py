@@ -11,6 +11,7 @@ from transformer_engine_ext.pytorch.rng.registry import (
     is_graph_safe_rng_state,
     set_all_rng_states,
 )
+from transformer_engine_ext.pytorch.rng.registration import register_streams, registering_streams
 from transformer_engine_ext.pytorch.rng.snapshot import Rewound, Snapshot
 from transformer_engine_ext.pytorch.rng.state import MT19937State, PhiloxState, decode_state
 from transformer_engine_ext.pytorch.rng.tracker import CudaRNGStatesTracker, StreamStates, covers_itself
@@ -28,5 +29,7 @@ __all__ = [
     "get_all_rng_states",
     "graph_safe_rng_available",
     "is_graph_safe_rng_state",
+    "register_streams",
+    "registering_streams",
     "set_all_rng_states",
 ]

@@ -164,7 +164,10 @@ class CUDABackend:
         handle.set_state(value)
 
     def position(self, handle: Generator) -> int:
-        offset: int = handle.get_offset()
+        try:
+            offset: int = handle.get_offset()
+        except RuntimeError:  # refused during capture, where the state can still be read
+            return int(handle.get_state().view(torch.int64)[1])
         return offset
 
     def same(self, first: int, second: int) -> bool:

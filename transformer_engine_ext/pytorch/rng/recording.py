@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Generator, Tensor
 
+from transformer_engine_ext.pytorch.rng.capture import capturing, require_registered
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of
 
 __all__ = ["Recording", "StreamTable", "note_birth", "note_table", "touch"]
@@ -117,6 +118,8 @@ def touch(name: str, handle: Generator) -> None:
             return
         if backend is None or value is None:
             backend = backend_of(handle)
+            if backend.device_type == "cuda" and capturing():
+                require_registered(name, handle)
             value = backend.read(handle)
         recording.record(name, backend, handle, value)
 

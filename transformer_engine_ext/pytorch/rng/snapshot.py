@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from transformer_engine_ext.errors import UnsupportedDeviceError
+from transformer_engine_ext.errors import UnsupportedCaptureError, UnsupportedDeviceError
+from transformer_engine_ext.pytorch.rng.capture import SavedWords, host_offset, set_host_offset
 from transformer_engine_ext.pytorch.rng.coverage import Foreign, default_streams
 from transformer_engine_ext.pytorch.rng.devices import backend_of
 from transformer_engine_ext.pytorch.rng.recording import Recording, StreamTable
+from transformer_engine_ext.pytorch.rng.state import PhiloxState
 
 __all__ = ["Rewound", "Snapshot"]
 
@@ -39,7 +42,7 @@ class Snapshot(Recording):
         If ``tracker`` is no tracker, or holds something that is no stream.
     """
 
-    __slots__ = ("bound", "cuda_ready", "ends", "foreign", "foreign_ends")
+    __slots__ = ("bound", "captured", "cuda_ready", "ends", "foreign", "foreign_ends", "words")
 
     def __init__(
         self, tensors: Sequence[Tensor], module: torch.nn.Module | None = None, tracker: object | None = None
@@ -48,6 +51,8 @@ class Snapshot(Recording):
         self.ends: list[Any] | None = None
         self.foreign_ends: dict[str, Tensor] = {}
         self.cuda_ready = torch.cuda.is_initialized()
+        self.captured = self.cuda_ready and torch.cuda.is_current_stream_capturing()
+        self.words: SavedWords | None = None
         for name, backend, handle, value in default_streams(tensors, module):
             self.record(name, backend, handle, value)
         # Note [Binding follows the region]
@@ -77,6 +82,50 @@ class Snapshot(Recording):
         self.ends = self.positions()
         if self.foreign is not None:
             self.foreign_ends = self.foreign.positions()
+        if self.captured:
+            self.words = self.save_words()
+
+    def save_words(self) -> SavedWords:
+        """Keep the device words of the streams that have moved, by one node of the graph under capture."""
+        # See Note [Inside graph capture]
+        return SavedWords(
+            [
+                handle
+                for backend, handle, value in zip(self.backends, self.handles, self.values, strict=True)
+                if backend.device_type == "cuda" and not backend.unmoved(value, backend.position(handle))
+            ]
+        )
+
+    def read_back(self) -> Snapshot:
+        """Return the snapshot of a captured forward as one of eager values, of the latest replay."""
+        twin = copy.copy(self)
+        twin.captured, twin.words = False, None
+        twin.values = list(self.values)
+        words = self.words.read_back() if self.words is not None else {}
+        ends = list(self.ends) if self.ends is not None else None
+        for i, (backend, handle) in enumerate(zip(self.backends, self.handles, strict=True)):
+            if backend.device_type != "cuda":
+                continue
+            saved = words.get(id(handle))
+            if saved is None:  # the region did not use it: it stays where it is
+                twin.values[i] = backend.read(handle)
+                if ends is not None:
+                    ends[i] = backend.position(handle)
+            else:
+                twin.values[i] = PhiloxState(saved.seed, saved.offset + host_offset(self.values[i])).to_tensor()
+                if ends is not None:
+                    ends[i] += saved.offset
+        twin.ends = ends
+        return twin
+
+    def rewind_within(self, values: Sequence[Tensor]) -> None:
+        """Write ``values`` as ``rewind`` does, of CUDA streams only where they stood within the graph."""
+        for backend, handle, value in reversed(list(zip(self.backends, self.handles, values, strict=True))):
+            if backend.device_type == "cuda":
+                # The seed is in the device words; the host may have another one by now, and may not change it.
+                set_host_offset(handle, host_offset(value))
+            else:
+                backend.write(handle, value)
 
     def rewound(self) -> Rewound:
         """Return a context in which all covered streams stand where they stood at the region's entry."""
@@ -113,6 +162,15 @@ class Rewound(Recording):
 
     def __enter__(self) -> Rewound:
         snapshot, undo = self.snapshot, self._undo
+        now = snapshot.cuda_ready and torch.cuda.is_current_stream_capturing()
+        if now and not snapshot.captured:
+            raise UnsupportedCaptureError(
+                "the backward of a checkpointed region is being captured into a CUDA graph, and its forward ran "
+                "outside of any graph: every replay would recompute with the random numbers of that one forward. Capture the "
+                "forward too (torch.cuda.make_graphed_callables does), or run this backward outside of the capture"
+            )
+        if snapshot.captured and not now:
+            snapshot = self.snapshot = snapshot.read_back()
         self.open()
         undo.append((self.close, ()))
         try:
@@ -129,7 +187,12 @@ class Rewound(Recording):
             live = [backend.read(handle) for backend, handle in zip(snapshot.backends, snapshot.handles, strict=True)]
             # See Note [The earliest value wins]
             undo.append((snapshot.rewind, (live,)))
-            snapshot.rewind(snapshot.values)
+            if now:
+                words = snapshot.words or snapshot.save_words()
+                undo.append((words.restore, (words.rewind(),)))
+                snapshot.rewind_within(snapshot.values)
+            else:
+                snapshot.rewind(snapshot.values)
         except BaseException:
             self._restore()
             raise

@@ -1,0 +1,125 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA streams inside graph capture: saved, rewound and put back on the device, by nodes of the graph itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Generator, Tensor
+
+from transformer_engine_ext.errors import UnsupportedCaptureError
+from transformer_engine_ext.pytorch.rng.native import NotRegistered, captured_words
+from transformer_engine_ext.pytorch.rng.state import PhiloxState
+
+__all__ = ["SavedWords", "capturing", "host_offset", "require_registered", "set_host_offset"]
+
+# Note [Inside graph capture]
+# A kernel that is captured does not get numbers but pointers to two device words, seed and offset, which every replay
+# fills anew, and an offset within the graph, which is fixed at capture. So where a stream stands inside a graph is
+# (*seed, *offset + within), known to the device only. The words stay as they are while a graph runs; what draws move is
+# the host's `within`, which Generator.get_state and set_state read and write during capture.
+# - Forward keeps a copy of the words, made by one node when the region ends, and the host's `within` at its entry.
+# - A recompute, in this or in another graph, first copies the live words of all streams, then overwrites them with the
+#   kept ones, sets the host's `within` to that of the region's entry, runs, and puts both back.
+# Nothing synchronises, nothing depends on the order of replays, and the next replay fills the words again anyway. The
+# words of all streams move in one call each, so the number of nodes does not grow with the number of streams (a call
+# takes 32 streams). Kernels of the same streams on a parallel branch of the graph would see the rewound words: draw
+# from one stream on one branch.
+
+
+def capturing() -> bool:
+    """Tell whether the current CUDA stream is being captured into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def host_offset(value: Tensor) -> int:
+    """Return the offset word of a 16-byte state; during capture it counts within the graph."""
+    return int(value.view(torch.int64)[1])
+
+
+def set_host_offset(handle: Generator, offset: int) -> None:
+    """Set where a stream stands within the graph that is being captured."""
+    value = handle.get_state()
+    value.view(torch.int64)[1] = offset
+    handle.set_state(value)
+
+
+def require_registered(name: str, handle: Generator) -> None:
+    """Refuse a stream that the graph under capture does not know.
+
+    Raises
+    ------
+    UnsupportedCaptureError
+        Names the stream and says how to register it.
+    """
+    try:
+        captured_words(handle)
+    except NotRegistered:
+        raise UnsupportedCaptureError(
+            f"stream {name!r} is used inside CUDA graph capture, but it is not registered with the graph, so its draws "
+            "cannot be captured. Before torch 2.14 register it before the capture begins: "
+            "transformer_engine_ext.pytorch.distributed.register_streams(graph), or wrap the code that captures in "
+            "`with registering_streams():` where the graph is made out of reach"
+        ) from None
+
+
+class SavedWords:
+    """Device words of some streams, as they are when this runs.
+
+    Parameters
+    ----------
+    handles : sequence of torch.Generator
+        The streams; several may share one state.
+    """
+
+    __slots__ = ("_all", "_distinct", "_words")
+
+    def __init__(self, handles: Sequence[Generator]) -> None:
+        # One entry per state: two writes to one word in one node would race.
+        by_word: dict[int, Generator] = {}
+        self._all = [(handle, by_word.setdefault(_address(handle), handle)) for handle in handles]
+        self._distinct = list(by_word.values())
+        self._words = _copies(_words_of(self._distinct))
+
+    def rewind(self) -> list[Tensor]:
+        """Overwrite the live words with the saved ones; return copies of the live ones for ``restore``."""
+        words = _words_of(self._distinct)
+        live = _copies(words)
+        _overwrite(words, self._words)
+        return live
+
+    def restore(self, live: list[Tensor]) -> None:
+        """Undo ``rewind``."""
+        _overwrite(_words_of(self._distinct), live)
+
+    def read_back(self) -> dict[int, PhiloxState]:
+        """Return the saved words by ``id`` of the handle, as the graph's latest replay left them.
+
+        Notes
+        -----
+        Waits for the device: for a backward outside of any graph only.
+        """
+        numbers = [int(word.item()) % (1 << 64) for word in self._words]
+        states = {id(handle): PhiloxState(*numbers[2 * i : 2 * i + 2]) for i, handle in enumerate(self._distinct)}
+        return {id(handle): states[id(first)] for handle, first in self._all}
+
+
+def _address(handle: Generator) -> int:
+    return captured_words(handle)[0].data_ptr()
+
+
+def _words_of(handles: Sequence[Generator]) -> list[Tensor]:
+    return [word for handle in handles for word in captured_words(handle)[:2]]
+
+
+@torch.no_grad()
+def _copies(words: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_add(words, 0)) if words else []
+
+
+@torch.no_grad()
+def _overwrite(words: list[Tensor], values: list[Tensor]) -> None:
+    if words:
+        torch._foreach_copy_(words, values)
