@@ -103,7 +103,7 @@ def test_f2_a_dead_rank_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert captured.out == ""
     assert "rank 0 of 2 died, killed by signal 9 (SIGKILL)" in captured.err
     assert "PeerFailureError: rank 1 of 2 stopped in arm 'none' at step 1" in captured.err
-    assert "is gone: rank 0 died, killed by signal 9" in captured.err
+    assert "one is gone: rank 0 died, killed by signal 9" in captured.err
     assert _descendants(os.getpid()) == []
 
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+from transformer_engine_ext.cli import demo
 from transformer_engine_ext.cli.demo_arms import Trace, compare
 from transformer_engine_ext.cli.demo_config import CONTRAST, REFERENCE
 from transformer_engine_ext.cli.demo_report import HEADINGS, ArmResult, format_table, judge, merge, table_rows
@@ -118,6 +120,18 @@ def test_merge_adds_up_ranks_and_launches() -> None:
     assert result == ArmResult("resumed", "stopped and resumed", 1.5, 0.5, 40, 2, 7, 16, 16, True)
     (unfinished,) = merge([before], {"resumed": "stopped"})
     assert not unfinished.streams_equal
+
+
+def test_rich_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    results = [arm(name) for name in ARMS]
+    judge(results)
+    assert not demo._print_rich_table(table_rows(results))  # the captured output is no terminal
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert demo._print_rich_table(table_rows(results))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("900 of 1,000" in line and "wrong gradients, as expected" in line for line in lines) == 1
 
 
 def test_table_and_json() -> None:

@@ -96,16 +96,18 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             return _print_failure(config, str(failure), as_json=arguments.json)
     results = demo_report.merge(launches, _TITLES)
     passed = demo_report.judge(results)
+    seconds = time.monotonic() - started
     if arguments.json:
-        _print_json(config, passed=passed, error=None, arms=[result.to_json() for result in results])
+        arms = [result.to_json() for result in results]
+        _print_json(config, passed=passed, error=None, seconds=round(seconds, 1), arms=arms)
     else:
-        _print_report(config, results, passed=passed, seconds=time.monotonic() - started)
+        _print_report(config, results, passed=passed, seconds=seconds)
     return 0 if passed else EXIT_WRONG
 
 
 def _print_failure(config: dict[str, Any], message: str, *, as_json: bool) -> int:
     if as_json:
-        _print_json(config, passed=False, error=message, arms=[])
+        _print_json(config, passed=False, error=message, seconds=None, arms=[])
     else:
         print(f"te-ext demo: {message}", file=sys.stderr)
     return EXIT_FAILED

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -113,7 +114,7 @@ def run_rank(config_path: str, rank: int) -> int:
         if isinstance(error, PeerFailureError):
             text = (
                 f"rank {rank} of {ranks} stopped in arm {progress.arm!r} at step {progress.step}, because another "
-                f"process is gone: {error}"
+                f"one is gone: {error}"
             )
         else:
             text = f"rank {rank} of {ranks} failed in arm {progress.arm!r} at step {progress.step}: {error!r}"
@@ -151,5 +152,8 @@ def run_rank(config_path: str, rank: int) -> int:
         deadline = time.monotonic() + _NOTICE_SECONDS
         while (notice := demo_store.read_notice(watched)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
+        if notice is None and isinstance(error, RuntimeError) and re.search("time-?d? ?out", str(error), re.IGNORECASE):
+            seconds = COLLECTIVE_TIMEOUT.total_seconds()
+            notice = f"no rank is known to have died, but one did not answer within {seconds:g} s ({error})"
         report(error if notice is None else PeerFailureError(notice))
         os._exit(1)  # past the destructors of a process group whose peers are gone

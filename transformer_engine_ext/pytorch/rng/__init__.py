@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from transformer_engine_ext.pytorch.rng.audit import audit
+from transformer_engine_ext.pytorch.rng.registration import register_streams, registering_streams
 from transformer_engine_ext.pytorch.rng.registry import (
     get_all_rng_states,
     graph_safe_rng_available,
     is_graph_safe_rng_state,
     set_all_rng_states,
 )
-from transformer_engine_ext.pytorch.rng.registration import register_streams, registering_streams
 from transformer_engine_ext.pytorch.rng.snapshot import Rewound, Snapshot
 from transformer_engine_ext.pytorch.rng.state import MT19937State, PhiloxState, decode_state
 from transformer_engine_ext.pytorch.rng.tracker import CudaRNGStatesTracker, StreamStates, covers_itself

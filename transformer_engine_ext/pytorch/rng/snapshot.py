@@ -166,8 +166,8 @@ class Rewound(Recording):
         if now and not snapshot.captured:
             raise UnsupportedCaptureError(
                 "the backward of a checkpointed region is being captured into a CUDA graph, and its forward ran "
-                "outside of any graph: every replay would recompute with the random numbers of that one forward. Capture the "
-                "forward too (torch.cuda.make_graphed_callables does), or run this backward outside of the capture"
+                "outside of any graph: every replay would recompute with the random numbers of that one forward. "
+                "Capture the forward too (torch.cuda.make_graphed_callables does), or run this backward outside of the capture"
             )
         if snapshot.captured and not now:
             snapshot = self.snapshot = snapshot.read_back()
