@@ -191,12 +191,11 @@ class _Run:
             return
         if self.stopped_at is not None and self.stopped_at != saving.last_position:
             self.empty()
-            raise mismatch(
-                [
-                    "  the default CUDA generator (or the stream it was bound to): at the last tensor that backward "
-                    f"needs, forward stood at offset {saving.last_position}, recompute at {self.stopped_at}"
-                ]
+            line = (
+                "  the default CUDA generator (or the stream it was bound to): at the last tensor that backward needs, "
+                f"forward stood at offset {saving.last_position}, recompute at {self.stopped_at}"
             )
+            raise mismatch([line])
         expected, saved = len(saving.places), self.count + self.surplus
         if expected != saved and not saving.loose:
             self.empty()

@@ -167,7 +167,7 @@ class Rewound(Recording):
             raise UnsupportedCaptureError(
                 "the backward of a checkpointed region is being captured into a CUDA graph, and its forward ran "
                 "outside of any graph: every replay would recompute with the random numbers of that one forward. "
-                "Capture the forward too (torch.cuda.make_graphed_callables does), or run this backward outside of the capture"
+                "Capture the forward too (torch.cuda.make_graphed_callables does), or run this backward eagerly"
             )
         if snapshot.captured and not now:
             snapshot = self.snapshot = snapshot.read_back()
