@@ -119,7 +119,7 @@ class Launcher:
             if path.exists():
                 details = json.loads(path.read_text())
                 lines.append(f"  {details['type']}: {details['message']}")
-                if other == rank:
+                if other == rank and details["type"] != PeerFailureError.__name__:
                     lines.append(details["traceback"].rstrip())
             elif other != rank:
                 lines.append(f"  rank {other} reported nothing within {_REPORT_SECONDS:g} s and was ended")
