@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's own switches and tools for non-reentrant checkpoints work on our engine as on torch's.
 
-``set_checkpoint_early_stop``, ``set_checkpoint_debug_enabled``, ``GraphExecGroup``, overlapping and partial backwards, and regions of both engines inside each other.
+``set_checkpoint_early_stop``, ``set_checkpoint_debug_enabled``, ``GraphExecGroup``, overlapping and partial backwards,
+and regions of both engines inside each other.
 """
 
 from __future__ import annotations
@@ -155,12 +156,13 @@ def test_overlapping_backwards_recompute_each_for_itself() -> None:
             hidden = proof.watch(x.exp())
             if proof.runs == 1:
                 # Fires behind sin, whose tensor is unpacked by then, and before exp, whose tensor is not.
-                hidden.register_hook(lambda _grad: inside or inside.extend(differentiate_second()))
+                hidden.register_hook(differentiate_second)
             return hidden.sin(), hidden.cos()
 
-        def differentiate_second() -> Any:
-            inside.append(torch.zeros(5))  # the hook fires in this backward too, and must not start a third
-            return torch.autograd.grad(second_sum, x, retain_graph=True)
+        def differentiate_second(_grad: torch.Tensor) -> None:
+            if not inside:  # the hook fires in the backward that it starts, too
+                inside.append(torch.zeros(5))
+                inside.extend(torch.autograd.grad(second_sum, x, retain_graph=True))
 
         first, second = checkpoint(region, x)
         second_sum = second.sum()
