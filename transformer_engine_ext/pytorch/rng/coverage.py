@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from transformer_engine_ext.errors import StreamStateTypeError, UnsupportedDeviceError
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, get_backend, same_value
 
-__all__ = ["Foreign", "default_streams"]
+__all__ = ["Foreign", "cuda_in_use", "default_streams"]
 
 Covered = tuple[str, DeviceBackend, Any, Tensor]
 
@@ -104,6 +104,14 @@ def _in_use(index: int) -> bool:
         return True
 
 
+def cuda_in_use() -> list[int]:
+    """Return the indices of the CUDA devices that this process uses: the current one, and all with a context."""
+    if not torch.cuda.is_initialized():
+        return []
+    current, count = torch.cuda.current_device(), torch.cuda.device_count()
+    return [current] if count == 1 else [i for i in range(count) if i == current or _in_use(i)]
+
+
 def _other_types() -> bool:
     """Tell whether this build of torch drives an accelerator other than CUDA."""
     accelerator = torch.accelerator.current_accelerator()
@@ -138,13 +146,10 @@ def default_streams(tensors: Sequence[Tensor], module: torch.nn.Module | None) -
     cpu = get_backend("cpu")
     handle = cpu.default(0)
     yield "default (cpu)", cpu, handle, cpu.read(handle)
-    if torch.cuda.is_initialized():
+    for index in cuda_in_use():
         cuda = get_backend("cuda")
-        current = torch.cuda.current_device()
-        for index in range(torch.cuda.device_count()):
-            if index == current or _in_use(index):
-                handle = cuda.default(index)
-                yield f"default (cuda:{index})", cuda, handle, cuda.read(handle)
+        handle = cuda.default(index)
+        yield f"default (cuda:{index})", cuda, handle, cuda.read(handle)
     others = [tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_cuda or tensor.is_meta)]
     if others or _other_types():
         for device in dict.fromkeys((*others, *_module_devices(module))):

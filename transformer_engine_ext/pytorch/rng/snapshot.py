@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from transformer_engine_ext.errors import UnsupportedCaptureError, UnsupportedDeviceError
 from transformer_engine_ext.pytorch.rng.capture import SavedWords, host_offset, set_host_offset
-from transformer_engine_ext.pytorch.rng.coverage import Foreign, default_streams
+from transformer_engine_ext.pytorch.rng.coverage import Foreign, cuda_in_use, default_streams
 from transformer_engine_ext.pytorch.rng.devices import backend_of
 from transformer_engine_ext.pytorch.rng.recording import Recording, StreamTable
 from transformer_engine_ext.pytorch.rng.state import PhiloxState
@@ -72,13 +72,16 @@ class Snapshot(Recording):
         Raises
         ------
         UnsupportedDeviceError
-            If CUDA was initialised inside the region, after its entry state could have been read.
+            If a CUDA device was first used inside the region, so that its generator was not covered at entry.
         """
-        if not self.cuda_ready and torch.cuda.is_initialized():
-            raise UnsupportedDeviceError(
-                "CUDA was initialised inside a checkpointed region, so the state of its default generator at the "
-                "region's entry is unknown. Touch CUDA before the first region, for example with torch.cuda.init()"
-            )
+        # See Note [Which devices are covered]
+        for index in cuda_in_use():
+            if f"default (cuda:{index})" not in self.names:
+                raise UnsupportedDeviceError(
+                    f"device cuda:{index} was used for the first time inside a checkpointed region, so the state of its "
+                    "default generator at the region's entry is unknown. Touch the device before the first region, for "
+                    f"example with torch.empty(1, device='cuda:{index}')"
+                )
         self.ends = self.positions()
         if self.foreign is not None:
             self.foreign_ends = self.foreign.positions()
