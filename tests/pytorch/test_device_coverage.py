@@ -103,6 +103,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     handles = tuple(Handle(stream) for stream in machine.generators.values())
     monkeypatch.setattr(torch.cuda, "default_generators", handles)
     return machine

@@ -78,9 +78,9 @@ class Snapshot(Recording):
         for index in cuda_in_use():
             if f"default (cuda:{index})" not in self.names:
                 raise UnsupportedDeviceError(
-                    f"device cuda:{index} was used for the first time inside a checkpointed region, so the state of its "
-                    "default generator at the region's entry is unknown. Touch the device before the first region, for "
-                    f"example with torch.empty(1, device='cuda:{index}')"
+                    f"device cuda:{index} was used for the first time inside a checkpointed region, so the state of "
+                    "its default generator at the region's entry is unknown. Touch the device before the first region, "
+                    f"for example with torch.empty(1, device='cuda:{index}')"
                 )
         self.ends = self.positions()
         if self.foreign is not None:
