@@ -116,7 +116,8 @@ def _running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_orphans(number: signal.Signals) -> None:
+def test_no_orphans(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     command = [sys.executable, "-m", "transformer_engine_ext", "demo", "--device", "cpu", "--steps", "100000"]
     launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -134,6 +135,8 @@ def test_no_orphans(number: signal.Signals) -> None:
         while any(map(_running, ranks)):
             assert time.monotonic() < deadline, "ranks outlived the launcher"
             time.sleep(0.1)
+        if number == signal.SIGINT:
+            assert list(tmp_path.iterdir()) == []
     finally:
         for pid in [launcher.pid, *_descendants(launcher.pid)]:
             if _running(pid):

@@ -187,11 +187,26 @@ def test_initialize_affine_weight_draws_from_the_model_parallel_stream(device: s
 
 
 # The functions and classes of transformer_engine/pytorch/distributed.py (2.20.2) about streams and checkpoints.
-TE_NAMES = """checkpoint CudaRNGStatesTracker get_all_rng_states set_all_rng_states graph_safe_rng_available
-is_graph_safe_rng_state _get_cuda_rng_state _set_cuda_rng_state get_distributed_world_size get_distributed_rank
-initialize_affine_weight_gpu split_tensor_into_1d_equal_chunks gather_split_1d_tensor activation_recompute_forward
-is_fp8_activation_recompute_enabled in_fp8_activation_recompute_phase get_activation_recompute_contexts
-use_reentrant_activation_recompute""".split()
+TE_NAMES = [
+    "checkpoint",
+    "CudaRNGStatesTracker",
+    "get_all_rng_states",
+    "set_all_rng_states",
+    "graph_safe_rng_available",
+    "is_graph_safe_rng_state",
+    "_get_cuda_rng_state",
+    "_set_cuda_rng_state",
+    "get_distributed_world_size",
+    "get_distributed_rank",
+    "initialize_affine_weight_gpu",
+    "split_tensor_into_1d_equal_chunks",
+    "gather_split_1d_tensor",
+    "activation_recompute_forward",
+    "is_fp8_activation_recompute_enabled",
+    "in_fp8_activation_recompute_phase",
+    "get_activation_recompute_contexts",
+    "use_reentrant_activation_recompute",
+]
 
 
 @pytest.mark.parametrize("name", TE_NAMES)
