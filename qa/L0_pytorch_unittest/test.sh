@@ -62,12 +62,14 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_checkpoint_misc.py \
     tests/pytorch/test_checkpoint_nesting.py \
     tests/pytorch/test_checkpoint_user_hooks.py \
+    tests/pytorch/test_checkpoint_wrappers.py \
     tests/pytorch/test_demo.py \
     tests/pytorch/test_demo_report.py \
     tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_error_text.py \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_parallel_rng.py \
+    tests/pytorch/test_phase_flags.py \
     tests/pytorch/test_recompute_rng.py \
     tests/pytorch/test_recompute_rng_around.py \
     tests/pytorch/test_recompute_rng_edges.py \
@@ -79,6 +81,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_streams.py \
     tests/pytorch/test_torch_options.py \
     tests/pytorch/test_torch_rules.py \
+    tests/pytorch/test_torch_selective.py \
     tests/pytorch/test_tracker.py \
     tests/pytorch/test_tracker_kinds.py \
     tests/pytorch/distributed/test_ddp_checkpoint.py \
