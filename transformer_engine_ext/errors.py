@@ -16,12 +16,14 @@ __all__ = [
     "ConcurrentDrawError",
     "DistributedNotInitializedError",
     "LayoutMismatchError",
+    "NativeUnavailableError",
     "NotDifferentiableError",
     "PeerFailureError",
     "RecomputeMismatchError",
     "ReentrantGradError",
     "SavedTensorMismatchError",
     "SeedCollisionError",
+    "SettingError",
     "StateFormatError",
     "StreamExistsError",
     "StreamStateTypeError",
@@ -90,6 +92,14 @@ class ConcurrentDrawError(TEExtError, RuntimeError):
 
 class UnsupportedCaptureError(TEExtError, RuntimeError):
     """A region was used under CUDA graph capture in a way that cannot be made exact."""
+
+
+class NativeUnavailableError(TEExtError, ImportError):
+    """The native library is asked for and cannot be used; the text says why, and what to install or set."""
+
+
+class SettingError(TEExtError, ValueError):
+    """An environment variable of this package holds a value that it does not know."""
 
 
 class UnsupportedDeviceError(TEExtError, RuntimeError):

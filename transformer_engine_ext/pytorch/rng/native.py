@@ -1,24 +1,267 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Device words of a CUDA generator under graph capture."""
+"""The words on the device that a stream's random numbers come from while a CUDA graph is captured.
+
+From 2.14 on torch itself gives them (``torch.Generator.philox_state``). Before, an operator of a small library does,
+which is built when the package is installed against the torch that is to run, or on demand (``NVTE_EXT_JIT=1``).
+Nothing here runs at import, and nothing but capture needs it.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
 from torch import Generator, Tensor
 
-from transformer_engine_ext.errors import UnsupportedCaptureError
+from transformer_engine_ext.errors import NativeUnavailableError, SettingError, UnsupportedCaptureError
+from transformer_engine_ext.pytorch.rng import native_build, native_jit
+from transformer_engine_ext.pytorch.rng.native_build import LIBRARY, NativeBuildError, TorchBuild
 
-__all__ = ["NotRegistered", "captured_words"]
+__all__ = ["NotRegistered", "captured_words", "native_status", "prepare", "warm_up"]
+
+#: Where an installation puts the library.
+PACKAGE_FOLDER = native_build.SOURCE.parent
+
+Words = tuple[Tensor, Tensor, int]
 
 
-class NotRegistered(Exception):  # noqa: N818
-    """The graph under capture does not know this generator."""
+class NotRegistered(RuntimeError):  # noqa: N818
+    """The stream is no part of a capture on its device's current CUDA stream; internal, the text is torch's own."""
 
 
-def captured_words(generator: Generator) -> tuple[Tensor, Tensor, int]:
-    """Return the device words (seed, offset) of a stream, ``int64`` of shape [1], and its offset within the graph."""
-    philox_state = getattr(generator, "philox_state", None)
-    if philox_state is None:
-        raise UnsupportedCaptureError("a checkpointed region inside CUDA graph capture needs torch 2.14")
-    seed, offset, within = philox_state(0)
-    return seed, offset, int(within)
+class _Reader(NamedTuple):
+    read: Callable[[Generator], Words]
+    origin: str
+
+
+class _Settings(NamedTuple):
+    native: str  #: NVTE_EXT_NATIVE: "auto", "0" (never load the library) or "1" (must be usable from the first region)
+    jit: bool  #: NVTE_EXT_JIT
+
+
+# Note [Successes are kept, failures are not]
+# Once a way to read was found it stays for the life of the process. A failure is forgotten: an interactive session that
+# follows the error's advice (a compiler installed, the library built) then goes on without a restart. The settings are
+# read once, at the first use, so that a typo is an error and a later change of the environment has no half effects.
+_reader: _Reader | None = None
+_warm = False
+_lock = threading.RLock()
+
+
+def captured_words(generator: Generator) -> Words:
+    """Return where the kernels that are being captured read a stream's seed and offset.
+
+    Parameters
+    ----------
+    generator : torch.Generator
+        A CUDA stream that takes part in the capture on its device's current CUDA stream.
+
+    Returns
+    -------
+    seed, offset : Tensor
+        ``int64``, shape ``(1,)``, on the generator's device: the bits of the unsigned 64-bit words that every replay
+        refills. They alias the capture's state and must not be used once the graph is gone. Before the first replay
+        their contents are undefined; so they stay if nothing of the graph draws from the stream.
+    intragraph : int
+        What was drawn in this capture so far, in 32-bit numbers per thread: the next kernel draws at
+        ``offset + intragraph``.
+
+    Raises
+    ------
+    NotRegistered
+        If nothing is being captured there or, before torch 2.14, the stream is not registered with the graph.
+    UnsupportedCaptureError
+        If there is no way to read it with this installation; the text names what to install.
+    """
+    reader = _reader
+    if reader is None:
+        try:
+            reader = _find(may_build=False)
+        except NativeUnavailableError as error:
+            raise UnsupportedCaptureError(str(error)) from None
+    # Out of sight of dispatch modes (selective checkpointing's, this package's debug mode): this is no part of the
+    # user's program. And on the generator's device, whose current CUDA stream decides.
+    with torch._C._DisableTorchDispatch(), torch.cuda.device(generator.device):
+        try:
+            return reader.read(generator)
+        except _DEVICE_ERRORS:
+            raise
+        except RuntimeError as error:
+            raise NotRegistered(str(error).partition("\n")[0]) from error
+
+
+def native_status() -> tuple[bool, str]:
+    """Tell whether streams can be read under capture, and how, or why not; loads the library, but builds nothing.
+
+    Raises
+    ------
+    SettingError
+        If one of the environment variables holds an unknown value.
+    """
+    try:
+        return True, _find(may_build=False).origin
+    except NativeUnavailableError as error:
+        return False, str(error)
+
+
+def prepare() -> None:
+    """Make sure that streams can be read under capture; call it before a capture starts.
+
+    With ``NVTE_EXT_JIT=1`` and no library that fits, this compiles one, or waits for the process of this job that does:
+    about 15 seconds, once per machine, torch and user.
+
+    Raises
+    ------
+    NativeUnavailableError
+        If they can't; the text names what to install or to set.
+    UnsupportedCaptureError
+        If a library would have to be compiled while a graph is being captured.
+    SettingError
+        If one of the environment variables holds an unknown value.
+    """
+    _find(may_build=True)
+
+
+def warm_up() -> None:
+    """Do once what the environment asks for before a first capture; cheap when it asks for nothing.
+
+    ``NVTE_EXT_NATIVE=1``: raise now, and not in the capture, if streams can't be read there. ``NVTE_EXT_JIT=1``: build
+    now. Meant for the start of a region on CUDA; does nothing while a graph is being captured.
+
+    Raises
+    ------
+    NativeUnavailableError
+        With ``NVTE_EXT_NATIVE=1``, as :func:`prepare`.
+    SettingError
+        If one of the environment variables holds an unknown value.
+    """
+    global _warm
+    if _warm:
+        return
+    settings = _settings()
+    if settings.native == "1" or settings.jit:
+        if _capturing():
+            return
+        try:
+            prepare()
+        except NativeUnavailableError as error:
+            if settings.native == "1":
+                raise
+            warnings.warn(f"{error} Training without capture is not affected.", RuntimeWarning, stacklevel=2)
+    _warm = True
+
+
+@functools.cache
+def _settings() -> _Settings:
+    try:
+        return _Settings(
+            native=native_build.switch("NVTE_EXT_NATIVE", "auto", ["auto", "0", "1"]),
+            jit=native_build.switch("NVTE_EXT_JIT", "0", ["0", "1"]) == "1",
+        )
+    except NativeBuildError as error:
+        raise SettingError(str(error)) from None
+
+
+def _find(*, may_build: bool) -> _Reader:
+    # See Note [Successes are kept, failures are not]
+    global _reader
+    with _lock:
+        if _reader is None:
+            settings = _settings()
+            build = TorchBuild.running()
+            _reader = _torch_reader(build) if build.reads_itself else _library_reader(build, settings, may_build)
+        return _reader
+
+
+def _torch_reader(build: TorchBuild) -> _Reader:
+    if build.cuda is None:
+        raise NativeUnavailableError(f"{build} has no CUDA graphs, so there is nothing to capture.")
+    return _Reader(_read_by_method, f"torch.Generator.philox_state of {build}")
+
+
+def _read_by_method(generator: Generator) -> Words:
+    seed, offset, intragraph = cast(Any, generator).philox_state(0)
+    if seed.device.type != "cuda":
+        raise RuntimeError(_NOT_CAPTURING)
+    return seed, offset, int(intragraph)
+
+
+def _library_reader(build: TorchBuild, settings: _Settings, may_build: bool) -> _Reader:
+    if build.cuda is None:
+        raise NativeUnavailableError(f"{build} has no CUDA graphs, so there is nothing to capture.")
+    if settings.native == "0":
+        raise NativeUnavailableError(_explain(build, "NVTE_EXT_NATIVE=0 forbids it"))
+    folder = PACKAGE_FOLDER
+    reason = native_build.misfit(folder, build)
+    if reason is not None and settings.jit:
+        folder, reason = _jit_folder(build, may_build)
+    if reason is not None:
+        raise NativeUnavailableError(_explain(build, reason))
+    library = folder / LIBRARY
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise NativeUnavailableError(_explain(build, f"{library} cannot be loaded: {error}")) from error
+    return _Reader(_read_by_operator, f"{library}, built for {build}")
+
+
+def _jit_folder(build: TorchBuild, may_build: bool) -> tuple[Path, str | None]:
+    """Return the folder of the library that was built on demand, or is now, and why it can't be used, or None."""
+    folder = native_jit.cached_folder(build)
+    if not (folder / LIBRARY).is_file():
+        obstacle = native_build.obstacle(build)
+        if obstacle is not None:
+            return folder, f"NVTE_EXT_JIT=1, but {obstacle}"
+        if not may_build:
+            return folder, f"NVTE_EXT_JIT=1, but the library was not built before it was needed (looked in {folder})"
+        if _capturing():
+            raise UnsupportedCaptureError(
+                "NVTE_EXT_JIT=1, but the library can't be compiled while a CUDA graph is being captured: call "
+                f"{__name__}.prepare() before the capture starts, or run one region without capture"
+            )
+        try:
+            folder = native_jit.ensure_built(build)
+        except NativeBuildError as error:
+            return folder, f"NVTE_EXT_JIT=1, but building it failed: {error}"
+    reason = native_jit.distrust(folder) or native_build.misfit(folder, build)
+    return folder, reason and f"{reason}; delete {folder} to have it built again"
+
+
+def _read_by_operator(generator: Generator) -> Words:
+    seed, offset, intragraph, captured = torch.ops.transformer_engine_ext.captured_philox(generator)
+    if not captured:
+        raise RuntimeError(_NOT_CAPTURING)
+    return seed, offset, intragraph
+
+
+def _capturing() -> bool:
+    return torch.version.cuda is not None and torch.cuda.is_current_stream_capturing()
+
+
+def _explain(build: TorchBuild, reason: str) -> str:
+    return (
+        "random-number streams can't be read while a CUDA graph is captured. That takes torch >= 2.14, or before it "
+        f"this package's native library, which {build} can't use here:\n"
+        f"  {reason}\n"
+        "Do one of these:\n"
+        "  - install torch >= 2.14;\n"
+        "  - install transformer-engine-ext from source against this torch, with a C++ compiler (no nvcc):\n"
+        "    NVTE_EXT_WITH_CSRC=1 pip install --no-build-isolation --no-deps --force-reinstall <folder or sdist>\n"
+        "  - set NVTE_EXT_JIT=1, which compiles it on demand, and before the capture run one region without capture or "
+        f"call\n    {__name__}.prepare()\n"
+        "Regions that are not captured need none of this."
+    )
+
+
+_NOT_CAPTURING = "nothing is being captured on the device's current CUDA stream"
+
+#: What CUDA itself reports is never about registration.
+_DEVICE_ERRORS: tuple[type[BaseException], ...] = tuple(
+    kind for kind in [getattr(torch, "AcceleratorError", None)] if kind is not None
+)
