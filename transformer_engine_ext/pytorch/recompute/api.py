@@ -200,5 +200,6 @@ def _distributed(tensors: list[Tensor], group: Any) -> Distributed:
 
 
 # torch.compile traces into te_checkpoint, finds is_compiling() true and stops at this call: a graph break, behind which
-# the region runs as it does eagerly.
-_outside_of_graphs = torch.compiler.disable(_checkpoint)
+# the region runs as it does eagerly. (torch.compiler.disable says the same, but imports all of torch._dynamo at once,
+# which doubles the time that importing this package takes.)
+_outside_of_graphs = torch._disable_dynamo(_checkpoint)  # type: ignore[attr-defined]
