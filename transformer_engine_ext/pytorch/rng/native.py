@@ -241,7 +241,7 @@ def _read_by_operator(generator: Generator) -> Words:
 
 
 def _capturing() -> bool:
-    return torch.version.cuda is not None and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _explain(build: TorchBuild, reason: str) -> str:

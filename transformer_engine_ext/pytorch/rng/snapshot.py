@@ -16,6 +16,7 @@ from transformer_engine_ext.errors import UnsupportedCaptureError, UnsupportedDe
 from transformer_engine_ext.pytorch.rng.capture import SavedWords, host_offset, set_host_offset
 from transformer_engine_ext.pytorch.rng.coverage import Foreign, cuda_in_use, default_streams
 from transformer_engine_ext.pytorch.rng.devices import backend_of
+from transformer_engine_ext.pytorch.rng.native import warm_up
 from transformer_engine_ext.pytorch.rng.recording import Recording, StreamTable
 from transformer_engine_ext.pytorch.rng.state import PhiloxState
 
@@ -53,6 +54,8 @@ class Snapshot(Recording):
         self.cuda_ready = torch.cuda.is_initialized()
         self.captured = self.cuda_ready and torch.cuda.is_current_stream_capturing()
         self.words: SavedWords | None = None
+        if self.cuda_ready:
+            warm_up()
         for name, backend, handle, value in default_streams(tensors, module):
             self.record(name, backend, handle, value)
         # Note [Binding follows the region]
