@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_ext.errors import SavedTensorMismatchError
-from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, unpack_call
+from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, pack, unpack_call
 from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
 from transformer_engine_ext.pytorch.recompute.region import Region, StopRecompute
@@ -287,6 +287,23 @@ def run_non_reentrant(
     if saving.places:
         # See Note [Smart stop]
         saving.open_end = saving.last_save != _sequence_number()
-        if region.snapshot is not None:
-            region.snapshot.finish()
+        snapshot = region.snapshot
+        if snapshot is not None:
+            snapshot.finish()
+            if snapshot.words is not None:
+                _keep_with_outputs(result, snapshot.words)
     return result
+
+
+def _keep_with_outputs(result: Any, words: object) -> None:
+    """Let the nodes of a captured region's outputs hold its saved words.
+
+    Backward drops the region, and with it the words, whose memory a graph that is captured later could then take. That
+    is right as long as graphs replay in the order of their capture, which torch asks of graphs that share a memory pool;
+    kept with the outputs, as the reentrant engine's node does by itself, the words survive other orders too.
+    """
+    outputs: list[Tensor] = []
+    pack(result, outputs)
+    for output in outputs:
+        if output.grad_fn is not None:
+            output.grad_fn.metadata["transformer_engine_ext.words"] = words
