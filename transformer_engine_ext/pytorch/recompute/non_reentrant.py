@@ -299,11 +299,12 @@ def _keep_with_outputs(result: Any, words: object) -> None:
     """Let the nodes of a captured region's outputs hold its saved words.
 
     Backward drops the region, and with it the words, whose memory a graph that is captured later could then take. That
-    is right as long as graphs replay in the order of their capture, which torch asks of graphs that share a memory pool;
-    kept with the outputs, as the reentrant engine's node does by itself, the words survive other orders too.
+    is right as long as graphs replay in the order of their capture, which torch asks of graphs that share a memory
+    pool; kept with the outputs, as the reentrant engine's node does by itself, the words survive other orders too.
     """
     outputs: list[Tensor] = []
     pack(result, outputs)
     for output in outputs:
-        if output.grad_fn is not None:
-            output.grad_fn.metadata["transformer_engine_ext.words"] = words
+        node: Any = output.grad_fn
+        if node is not None:
+            node.metadata["transformer_engine_ext.words"] = words
