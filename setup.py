@@ -10,6 +10,7 @@ no torch (see pyproject.toml) and makes the pure Python wheel.
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -54,10 +55,10 @@ class BuildNative(Command):
         except native.NativeBuildError as error:
             raise OptionError(str(error)) from None
         if setting == "0":
-            self.announce("no native library: NVTE_EXT_WITH_CSRC=0", level=2)
+            self.announce("no native library: NVTE_EXT_WITH_CSRC=0", logging.INFO)
             return
         try:
-            self.announce(f"built {self.build_native(target, optional=setting == 'auto')}", level=2)
+            self.announce(f"built {self.build_native(target, optional=setting == 'auto')}", logging.INFO)
         except native.NativeBuildError as error:
             if setting == "1":
                 raise CompileError(f"NVTE_EXT_WITH_CSRC=1, but the native library can't be built: {error}") from None

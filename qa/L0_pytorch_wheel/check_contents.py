@@ -16,6 +16,7 @@ WHEEL = [
     "transformer_engine_ext/__init__.py",
     "transformer_engine_ext/py.typed",
     "transformer_engine_ext/cli/data/*.txt",
+    "transformer_engine_ext/csrc/philox_state.cpp",
     "transformer_engine_ext/pytorch/rng/*.py",
     "transformer_engine_ext/pytorch/recompute/*.py",
     "transformer_engine_ext/pytorch/distributed/*.py",
@@ -27,6 +28,7 @@ WHEEL = [
 SDIST = [
     "pyproject.toml",
     "setup.py",
+    "transformer_engine_ext/csrc/philox_state.cpp",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "LICENSE",
