@@ -70,7 +70,7 @@ def _assert_still_exact(use_reentrant: bool) -> None:
 
 
 @both_engines
-@pytest.mark.parametrize("kind", [Boom, BoomBase])
+@pytest.mark.parametrize("kind", [Boom, BoomBase, StopIteration])  # a generator would turn the last into another error
 def test_b1_forward_error_leaves_what_a_plain_call_leaves(use_reentrant: bool, kind: type[BaseException]) -> None:
     """The numbers drawn before the error are gone, as they are without checkpointing; all else is as before."""
     tracker, error = new_tracker("a", "b"), kind("forward")
@@ -133,7 +133,7 @@ def test_b1_forward_error_inside_an_outer_fork(use_reentrant: bool) -> None:
 
 
 @both_engines
-@pytest.mark.parametrize("kind", [Boom, BoomBase, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [Boom, BoomBase, KeyboardInterrupt, StopIteration])
 def test_b1_recompute_error_leaves_no_trace(use_reentrant: bool, kind: type[BaseException]) -> None:
     tracker, error = new_tracker("a", "b"), kind("recompute")
     region = Region(tracker)
