@@ -75,6 +75,7 @@ def test_b14_switches_of_the_process_are_as_before(use_reentrant: bool) -> None:
 
 
 @requires_cuda
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # TE compiles, and Inductor uses torch.jit
 @pytest.mark.parametrize("first", ENGINES, ids=[f"first_{name}" for name in ENGINE_IDS])
 def test_b14_te_layernorm_mlp_keeps_its_fused_bias_gelu(first: bool) -> None:
     """A module that ran in a region, and one that did not, take the fused path afterwards as they did before."""
@@ -95,10 +96,11 @@ def test_b14_te_layernorm_mlp_keeps_its_fused_bias_gelu(first: bool) -> None:
     assert [m.bias_gelu_nvfusion for m in modules] == before
 
 
-# Dynamo looks at ``.grad`` of every tensor it traces (torch 2.13), and so trips over torch's own warning.
-dynamo_looks_at_grad = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
+def of_torch_itself(test: Callable[..., None]) -> Callable[..., None]:
+    """Let pass what torch warns about itself: Dynamo looks at ``.grad`` of all tensors, Inductor uses torch.jit."""
+    for text in ("The .grad attribute of a Tensor:UserWarning", "`torch.jit:DeprecationWarning"):
+        test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
+    return test
 
 
 def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
@@ -106,7 +108,7 @@ def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     return torch.compile(function, backend=backend)
 
 
-@dynamo_looks_at_grad
+@of_torch_itself
 @both_engines
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_b17_region_inside_torch_compile(use_reentrant: bool, backend: str) -> None:
@@ -136,7 +138,7 @@ def test_b17_region_inside_torch_compile(use_reentrant: bool, backend: str) -> N
     assert_same_tensors(results[1], results[0], "tensors")
 
 
-@dynamo_looks_at_grad
+@of_torch_itself
 def test_b17_is_a_graph_break_and_nothing_worse() -> None:
     proof = Proof()
 
@@ -158,7 +160,7 @@ def test_b17_is_a_graph_break_and_nothing_worse() -> None:
     proof.after_backward()
 
 
-@dynamo_looks_at_grad
+@of_torch_itself
 @both_engines
 def test_b17_compiled_module_inside_a_region(use_reentrant: bool) -> None:
     """The other way round: what the region calls is compiled, random operator included."""
@@ -180,7 +182,7 @@ def test_b17_compiled_module_inside_a_region(use_reentrant: bool) -> None:
     assert_one_mask(y, x.grad)
 
 
-@dynamo_looks_at_grad
+@of_torch_itself
 @both_engines
 def test_b17_layer_that_checkpoints_is_compiled_whole(use_reentrant: bool) -> None:
     class Block(torch.nn.Module):

@@ -68,7 +68,7 @@ def test_b10_hooks_around_a_region_see_its_inputs_only(use_reentrant: bool) -> N
 
 @pytest.mark.parametrize("arguments", ["one", "two", "keyword"])
 def test_b10_hooks_see_as_many_tensors_as_torchs(arguments: str) -> None:
-    """Non-reentrant, side by side; torch keeps keyword tensors without showing them, so those are left out there."""
+    """Non-reentrant, side by side; torch keeps keyword tensors without showing them; ours shows all that it keeps."""
     seen = []
     for checkpoint in (torch.utils.checkpoint.checkpoint, te_checkpoint):
         x, other = leaf(3), leaf(3, seed=2)
@@ -88,12 +88,14 @@ def test_b10_hooks_see_as_many_tensors_as_torchs(arguments: str) -> None:
         proof.after_forward()
         y.sum().backward()
         proof.after_backward()
-        seen.append((len(recorder.packed), recorder.unpacked, grad_of(x), grad_of(other)))
-    assert differing(seen[1][2], seen[0][2]) == differing(seen[1][3], seen[0][3]) == 0
+        packed = [
+            shape for shape in recorder.packed if shape != (0,)
+        ]  # torch before 2.13 also saves a dummy of its own
+        seen.append((packed, grad_of(x), grad_of(other)))
+    assert differing(seen[1][1], seen[0][1]) == differing(seen[1][2], seen[0][2]) == 0
+    assert seen[1][0] == [(3,)] * (1 if arguments == "one" else 2)
     if arguments != "keyword":
-        assert seen[1][:2] == seen[0][:2]
-    else:
-        assert seen[1][0] in (1, 2)
+        assert seen[0][0] == seen[1][0]
 
 
 @both_engines
