@@ -103,7 +103,7 @@ class _Collector:
         text = f"{self.lines[header - 1].strip()} {body[0].col_offset and self.lines[first - 1].strip()}"
         source = _segment(self.lines, first, last, [f"{indent}if {condition}:", *inner])
         compile(source, self.file, "exec")
-        self.found.append(Mutant(self.file, first, last, function, "success", text, source))
+        self.found.append(Mutant(self.file, first, last, function, "success", text, source, self.original))
 
     def null_context(self, node: ast.With, function: str) -> None:
         for item in node.items:
