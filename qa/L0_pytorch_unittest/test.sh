@@ -67,6 +67,11 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_demo_report.py \
     tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_error_text.py \
+    tests/pytorch/test_native.py \
+    tests/pytorch/test_native_build.py \
+    tests/pytorch/test_native_jit.py \
+    tests/pytorch/test_native_library.py \
+    tests/pytorch/test_native_setup.py \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_parallel_rng.py \
     tests/pytorch/test_phase_flags.py \
