@@ -1,6 +1,6 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_native_library.py in a process of its own, on a GPU; an argument is the path of a library to read with."""
+"""Run by test_native_library.py in a process of its own, on a GPU; its argument is a library to read with, if any."""
 
 from __future__ import annotations
 
