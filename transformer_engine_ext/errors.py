@@ -27,6 +27,7 @@ __all__ = [
     "StateFormatError",
     "StreamExistsError",
     "StreamStateTypeError",
+    "SuppressedErrorError",
     "UnknownStreamError",
     "UnsupportedCaptureError",
     "UnsupportedDeviceError",
@@ -76,6 +77,10 @@ class NotDifferentiableError(TEExtError, RuntimeError):
 
 class CheckpointArgumentError(TEExtError, ValueError):
     """Arguments of ``te_checkpoint`` that contradict each other or cannot be honoured."""
+
+
+class SuppressedErrorError(TEExtError, RuntimeError):
+    """A context around a checkpointed function swallowed its exception, so there is nothing to return."""
 
 
 class DistributedNotInitializedError(TEExtError, RuntimeError):

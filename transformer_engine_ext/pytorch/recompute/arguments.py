@@ -40,6 +40,7 @@ class _Node:
         self.build = build
 
 
+_CHANGEABLE = (list, dict)
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes, complex))
 
 
@@ -71,8 +72,9 @@ def pack(value: Any, tensors: list[Tensor]) -> Any:
     items, build = parts
     before = len(tensors)
     children = [pack(item, tensors) for item in items]
-    # A container without tensors is handed on as it is, so that it stays the same object in forward and recompute.
-    return _Node(children, build) if len(tensors) > before else value
+    # Lists and dicts are built anew for every recompute, as they are now: the function may change those it gets. Other
+    # containers without tensors are handed on as they are, so that they stay the same objects.
+    return _Node(children, build) if len(tensors) > before or kind in _CHANGEABLE else value
 
 
 def unpack(packed: Any, tensors: Sequence[Tensor]) -> Any:

@@ -145,6 +145,13 @@ def use_reentrant_activation_recompute() -> bool:
     return _current.phase.reentrant
 
 
+class _Entered(threading.local):
+    """Flags to put back, innermost last; of each thread its own, since one context may be shared by several."""
+
+    def __init__(self) -> None:
+        self.before: list[Phase] = []
+
+
 class activation_recompute_forward(AbstractContextManager[None], ContextDecorator):  # noqa: N801 (its name elsewhere)
     """Set the phase flags by hand, as code with a checkpoint of its own does (Megatron-core, FSDP wrappers).
 
@@ -164,18 +171,18 @@ class activation_recompute_forward(AbstractContextManager[None], ContextDecorato
         super().__init__()
         self.activation_recompute = activation_recompute
         self.recompute_phase = recompute_phase
-        self._before: list[Phase] = []
+        self._entered = _Entered()
 
     def __enter__(self) -> None:
         before = _current.phase
-        self._before.append(before)
+        self._entered.before.append(before)
         if not self.activation_recompute:
             _current.phase = before._replace(innermost=None)
         else:
             enter_phase(RECOMPUTE if self.recompute_phase else FORWARD, before.reentrant)
 
     def __exit__(self, *exception: Any) -> None:
-        leave_phase(self._before.pop())
+        leave_phase(self._entered.before.pop())
 
 
 def get_activation_recompute_contexts() -> tuple[activation_recompute_forward, activation_recompute_forward]:

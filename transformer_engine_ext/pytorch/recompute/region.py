@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
-from transformer_engine_ext.errors import CheckpointArgumentError
+from transformer_engine_ext.errors import SuppressedErrorError
 from transformer_engine_ext.pytorch.recompute.ambient import Ambient
 from transformer_engine_ext.pytorch.recompute.debug import watching
 from transformer_engine_ext.pytorch.recompute.hooks import active_hooks, enter_hooks, leave_hooks
@@ -131,7 +131,7 @@ class Region:
                         return self._function(*args, **kwargs)
                     with context:
                         return self._function(*args, **kwargs)
-                raise CheckpointArgumentError(
+                raise SuppressedErrorError(
                     "the forward context that context_fn returned suppressed an exception of the checkpointed "
                     "function, so there is no result to return; make the context re-raise it"
                 )
