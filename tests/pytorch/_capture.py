@@ -24,7 +24,7 @@ from _fake_graphs import FakeGraph, Machine
 from _helpers import requires_cuda
 from _proof import Proof, assert_same_tensors, plain_checkpoint
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
-from transformer_engine_ext.pytorch.rng import register_streams
+from transformer_engine_ext.pytorch.rng import native, register_streams
 from transformer_engine_ext.pytorch.rng.registration import registration_needed
 
 #: Which stream each row of the input is dropped by, in this order.
@@ -129,6 +129,7 @@ def kit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def real_kit() -> Iterator[CudaKit]:
     """Yield the CUDA device with the collector off: it could free a graph of an earlier test during a capture."""
     torch.cuda.init()
+    native.prepare()
     gc.collect()
     gc.disable()
     try:
