@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Generator
 
+from transformer_engine_ext.pytorch.rng.native import warm_up
 from transformer_engine_ext.pytorch.rng.registry import get_all_rng_states
 
 __all__ = ["register_streams", "registering_streams", "registration_needed"]
@@ -42,6 +43,7 @@ def register_streams(graph: torch.cuda.CUDAGraph, tracker: Any = None) -> None:
     """
     if not registration_needed():
         return
+    warm_up()  # the last moment before a capture at which a library could be built
     states = get_all_rng_states() if tracker is None else tracker.get_states()
     for state in states.values():
         if isinstance(state, Generator) and state.device.type == "cuda":
