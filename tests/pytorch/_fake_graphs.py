@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from transformer_engine_ext.pytorch.rng import capture, registration
+from transformer_engine_ext.pytorch.rng import capture, coverage, registration
 from transformer_engine_ext.pytorch.rng.native import NotRegistered
 
 #: How much one draw moves a stream.
@@ -38,7 +38,7 @@ class _Words:
         self.within = 0
 
     def fill(self, seed: int, offset: int) -> None:
-        self.seed[0] = seed
+        self.seed[0] = _signed(seed)
         self.offset[0] = offset
 
 
@@ -81,10 +81,11 @@ class FakeGenerator:
                 offset = state.captured().within
             except NotRegistered:
                 offset = 0
-        return torch.tensor([state.seed, offset], dtype=torch.int64).view(torch.uint8)
+        return torch.tensor([_signed(state.seed), offset]).view(torch.uint8)
 
     def set_state(self, value: Tensor) -> FakeGenerator:
         seed, offset = value.view(torch.int64).tolist()
+        seed %= 1 << 64
         if self.state.machine.graph is None:
             self.state.seed, self.state.offset = seed, offset
             return self
@@ -256,7 +257,7 @@ class Machine:
             output = self.own(torch.full(shape, float("nan")))
 
             def kernel() -> list[Tensor]:
-                return [_mask(int(words.seed), int(words.offset) + within, shape)]
+                return [_mask(int(words.seed) % (1 << 64), int(words.offset) + within, shape)]
 
             self.graph.nodes.append((kernel, (), {}, [output]))
             return output
@@ -274,7 +275,13 @@ class Machine:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.graph is not None)
         patch.setattr(torch.cuda, "default_generators", (self.default,))
         patch.setattr(capture, "captured_words", self.captured_words)
-        patch.setattr(registration, "Generator", self.kind)
+        for module in (coverage, registration):  # they ask what is a generator
+            patch.setattr(module, "Generator", self.kind)
+
+
+def _signed(word: int) -> int:
+    """Return the ``int64`` with the bits of an unsigned word."""
+    return word - (1 << 64) if word >> 63 else word
 
 
 def _always(value: Any) -> Callable[[], Any]:

@@ -46,7 +46,7 @@ def _warm_up(kit: CudaKit, region: Function, x: torch.Tensor, grad: torch.Tensor
 def _wrong(
     rig: Rig, region: Function, x: torch.Tensor, grad: torch.Tensor, patterns: Patterns
 ) -> tuple[list[int], int]:
-    """Capture two micro-batches in split graphs; return wrong elements by backward, of some replays, and of how many."""
+    """Capture two micro-batches in split graphs and replay them; return wrong elements by backward, and of how many."""
     kit = rig.kit
     _warm_up(kit, region, x, grad)
     legs = []
