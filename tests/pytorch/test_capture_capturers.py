@@ -233,10 +233,11 @@ def test_e2_te_layer_under_tes_make_graphed_callables(
 ) -> None:
     """Dropout of hidden states and of attention, from Transformer Engine's own tracker."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    monkeypatch.setenv("NVTE_BIAS_GELU_NVFUSION", "0")  # would be compiled, which takes long
+    for fused in ("NVTE_BIAS_GELU_NVFUSION", "NVTE_BIAS_DROPOUT_FUSION"):
+        monkeypatch.setenv(fused, "0")  # would be compiled, which takes long
     tracker = te.distributed.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 1234)
-    options = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "bias_dropout_fusion": False, "device": "cuda"}
+    options = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "device": "cuda"}
     with others_may_warn():
         layer = te.TransformerLayer(
             256, 512, 4, params_dtype=torch.bfloat16, get_rng_state_tracker=lambda: tracker, **options

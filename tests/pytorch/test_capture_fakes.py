@@ -144,7 +144,7 @@ def test_saved_words_read_back_as_unsigned_numbers_and_for_every_alias(fake: Fak
     if fake.registers:
         graph.register_generator_state(stream)
     with fake.capturing(graph):
-        words = SavedWords([stream, alias])
+        words = SavedWords([("stream", stream), ("alias", alias)])
         stream.set_state(torch.tensor([5 - 2**63, 8]).view(torch.uint8))  # draws move the host's part only
     graph.replay()
     found = words.read_back()

@@ -52,7 +52,7 @@ def test_e2_without_rewinding_the_masks_differ(kit: Kit, use_reentrant: bool) ->
 def test_e2_a_plain_call_is_noticed(kit: Kit, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other contrast: a region that is none has the right masks, and keeps its activations."""
     monkeypatch.setattr(_capture, "te_checkpoint", plain_checkpoint)
-    with pytest.raises(AssertionError, match="never in backward"):
+    with pytest.raises(AssertionError, match=r"never in backward|survived forward"):
         Split(Rig(kit, use_reentrant))
 
 

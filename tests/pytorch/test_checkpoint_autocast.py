@@ -106,6 +106,7 @@ def test_b8_both_devices_keep_their_own_settings(use_reentrant: bool) -> None:
         return regions[0](x, w).cuda().float() + regions[1](x.cuda(), w.cuda()).float()
 
     x, w = leaf(8, 8), leaf(8, 8, seed=2)
+    torch.cuda.init()  # a region may not be the first to touch CUDA
     with torch.autocast("cpu", dtype=LOW), torch.autocast("cuda", dtype=torch.float16):
         y = te_checkpoint(region, x, w, use_reentrant=use_reentrant)
     for half in regions:

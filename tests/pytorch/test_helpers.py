@@ -109,7 +109,7 @@ def test_skips_fail_where_cuda_is_promised(
         monkeypatch.setenv(FAIL_WITHOUT_CUDA, promised)
     pytester.makeconftest((TESTS / "conftest.py").read_text())
     pytester.makepyfile(CUDA_TEST)
-    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(**outcomes)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:benchmark").assert_outcomes(**outcomes)
 
 
 LEAKY_TEST = """
@@ -136,7 +136,7 @@ def test_what_a_test_leaves_behind_fails_it(pytester: pytest.Pytester, monkeypat
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(REPO)]))
     pytester.makeconftest((TESTS / "conftest.py").read_text())
     pytester.makepyfile(LEAKY_TEST)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:benchmark")
     result.assert_outcomes(passed=4, errors=3)
     result.stdout.fnmatch_lines(["*the default generator of cpu is bound to another stream than before*"])
     result.stdout.fnmatch_lines(["*open recordings is 1, expected 0*"])

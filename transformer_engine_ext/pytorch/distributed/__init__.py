@@ -33,6 +33,8 @@ from transformer_engine_ext.pytorch.rng import (
     get_all_rng_states,
     graph_safe_rng_available,
     is_graph_safe_rng_state,
+    register_streams,
+    registering_streams,
     set_all_rng_states,
 )
 from transformer_engine_ext.pytorch.rng.registry import get_cuda_rng_state as _get_cuda_rng_state
@@ -62,6 +64,8 @@ __all__ = [
     "is_graph_safe_rng_state",
     "is_recomputing",
     "megatron_streams",
+    "register_streams",
+    "registering_streams",
     "set_all_rng_states",
     "split_tensor_into_1d_equal_chunks",
     "te_checkpoint",

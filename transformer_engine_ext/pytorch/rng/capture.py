@@ -46,8 +46,8 @@ def set_host_offset(handle: Generator, offset: int) -> None:
     handle.set_state(value)
 
 
-def require_registered(name: str, handle: Generator) -> None:
-    """Refuse a stream that the graph under capture does not know.
+def require_registered(name: str, handle: Generator) -> tuple[Tensor, Tensor]:
+    """Return the device words (seed, offset) of a stream, or refuse one that the graph under capture does not know.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def require_registered(name: str, handle: Generator) -> None:
         Names the stream and says how to register it.
     """
     try:
-        captured_words(handle)
+        return captured_words(handle)[:2]
     except NotRegistered:
         raise UnsupportedCaptureError(
             f"stream {name!r} is used inside CUDA graph capture, but it is not registered with the graph, so its draws "
@@ -70,16 +70,21 @@ class SavedWords:
 
     Parameters
     ----------
-    handles : sequence of torch.Generator
-        The streams; several may share one state.
+    streams : sequence of tuple
+        Name and handle (``torch.Generator``) of each; several may share one state.
+
+    Raises
+    ------
+    UnsupportedCaptureError
+        Here, and from ``rewind``: if the graph under capture does not know a stream.
     """
 
     __slots__ = ("_all", "_distinct", "_words")
 
-    def __init__(self, handles: Sequence[Generator]) -> None:
+    def __init__(self, streams: Sequence[tuple[str, Generator]]) -> None:
         # One entry per state: two writes to one word in one node would race.
-        by_word: dict[int, Generator] = {}
-        self._all = [(handle, by_word.setdefault(_address(handle), handle)) for handle in handles]
+        by_word: dict[int, tuple[str, Generator]] = {}
+        self._all = [(stream[1], by_word.setdefault(_address(*stream), stream)[1]) for stream in streams]
         self._distinct = list(by_word.values())
         self._words = _copies(_words_of(self._distinct))
 
@@ -102,16 +107,16 @@ class SavedWords:
         Waits for the device: for a backward outside of any graph only.
         """
         numbers = [int(word.item()) % (1 << 64) for word in self._words]
-        states = {id(handle): PhiloxState(*numbers[2 * i : 2 * i + 2]) for i, handle in enumerate(self._distinct)}
+        states = {id(handle): PhiloxState(*numbers[2 * i : 2 * i + 2]) for i, (_, handle) in enumerate(self._distinct)}
         return {id(handle): states[id(first)] for handle, first in self._all}
 
 
-def _address(handle: Generator) -> int:
-    return captured_words(handle)[0].data_ptr()
+def _address(name: str, handle: Generator) -> int:
+    return require_registered(name, handle)[0].data_ptr()
 
 
-def _words_of(handles: Sequence[Generator]) -> list[Tensor]:
-    return [word for handle in handles for word in captured_words(handle)[:2]]
+def _words_of(streams: Sequence[tuple[str, Generator]]) -> list[Tensor]:
+    return [word for name, handle in streams for word in require_registered(name, handle)]
 
 
 @torch.no_grad()

@@ -80,10 +80,11 @@ class Snapshot(Recording):
         # See Note [Which devices are covered]
         for index in cuda_in_use():
             if f"default (cuda:{index})" not in self.names:
+                touch = "torch.cuda.init()" if not self.cuda_ready else f"torch.empty(1, device='cuda:{index}')"
                 raise UnsupportedDeviceError(
                     f"device cuda:{index} was used for the first time inside a checkpointed region, so the state of "
                     "its default generator at the region's entry is unknown. Touch the device before the first region, "
-                    f"for example with torch.empty(1, device='cuda:{index}')"
+                    f"for example with {touch}"
                 )
         self.ends = self.positions()
         if self.foreign is not None:
@@ -96,8 +97,10 @@ class Snapshot(Recording):
         # See Note [Inside graph capture]
         return SavedWords(
             [
-                handle
-                for backend, handle, value in zip(self.backends, self.handles, self.values, strict=True)
+                (name, handle)
+                for name, backend, handle, value in zip(
+                    self.names, self.backends, self.handles, self.values, strict=True
+                )
                 if backend.device_type == "cuda" and not backend.unmoved(value, backend.position(handle))
             ]
         )
