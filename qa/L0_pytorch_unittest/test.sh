@@ -49,6 +49,13 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_proof.py \
     tests/pytorch/test_backends.py \
     tests/pytorch/test_broken_transformer_engine.py \
+    tests/pytorch/test_capture_errors.py \
+    tests/pytorch/test_capture_fakes.py \
+    tests/pytorch/test_capture_lifetime.py \
+    tests/pytorch/test_capture_nodes.py \
+    tests/pytorch/test_capture_registration.py \
+    tests/pytorch/test_capture_split.py \
+    tests/pytorch/test_capture_whole.py \
     tests/pytorch/test_checkpoint_arguments.py \
     tests/pytorch/test_checkpoint_autocast.py \
     tests/pytorch/test_checkpoint_autograd.py \
@@ -60,6 +67,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_checkpoint_inputs.py \
     tests/pytorch/test_checkpoint_memory.py \
     tests/pytorch/test_checkpoint_misc.py \
+    tests/pytorch/test_checkpoint_mutations.py \
     tests/pytorch/test_checkpoint_nesting.py \
     tests/pytorch/test_checkpoint_user_hooks.py \
     tests/pytorch/test_checkpoint_wrappers.py \
@@ -91,7 +99,9 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_tracker_kinds.py \
     tests/pytorch/distributed/test_ddp_checkpoint.py \
     tests/pytorch/distributed/test_dtensor_checkpoint.py \
+    tests/pytorch/distributed/test_fsdp2_checkpoint.py \
     tests/pytorch/distributed/test_parallel_rng_ranks.py \
+    tests/pytorch/distributed/test_saved_activations.py \
     tests/pytorch/test_fuzz_programs.py \
     || test_fail "unittest"
 

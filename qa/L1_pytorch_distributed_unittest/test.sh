@@ -39,6 +39,7 @@ export NVTE_EXT_FAIL_WITHOUT_CUDA=$NUM_GPUS
 python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_distributed_unittest.xml \
     tests/pytorch/distributed/test_dtensor_checkpoint.py \
     tests/pytorch/distributed/test_parallel_rng_ranks.py \
+    tests/pytorch/distributed/test_saved_activations.py \
     || test_fail "distributed_unittest"
 
 # Tensor-parallel training over NCCL, all arms, with a stop and a resume in new processes.

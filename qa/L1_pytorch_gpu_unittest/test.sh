@@ -39,6 +39,14 @@ export NVTE_EXT_FAIL_WITHOUT_CUDA=$NUM_GPUS
 python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unittest.xml \
     tests/pytorch/test_helpers.py \
     tests/pytorch/test_backends.py \
+    tests/pytorch/test_capture_errors.py \
+    tests/pytorch/test_capture_fakes.py \
+    tests/pytorch/test_capture_kernels.py \
+    tests/pytorch/test_capture_lifetime.py \
+    tests/pytorch/test_capture_nodes.py \
+    tests/pytorch/test_capture_registration.py \
+    tests/pytorch/test_capture_split.py \
+    tests/pytorch/test_capture_whole.py \
     tests/pytorch/test_checkpoint_autocast.py \
     tests/pytorch/test_checkpoint_memory.py \
     tests/pytorch/test_checkpoint_misc.py \
@@ -60,6 +68,7 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_tracker.py \
     tests/pytorch/test_tracker_kinds.py \
     tests/pytorch/test_fuzz_programs.py \
+    tests/pytorch/test_capture_capturers.py \
     || test_fail "gpu_unittest"
 
 if [ "$RET" -ne 0 ]; then
