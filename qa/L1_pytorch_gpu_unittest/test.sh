@@ -62,6 +62,7 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_recompute_rng_limits.py \
     tests/pytorch/test_recompute_rng_more.py \
     tests/pytorch/test_recompute_rng_states.py \
+    tests/pytorch/test_recompute_rng_traces.py \
     tests/pytorch/test_rng_file.py \
     tests/pytorch/test_state.py \
     tests/pytorch/test_streams.py \

@@ -54,10 +54,9 @@ class SavedInputs:
         self._versions: list[int] = []
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
         if tensors and _default_hooks(True) is not None:
-            with torch.enable_grad():
-                anchor = torch.empty(0, requires_grad=True)
-                # The output, not its grad_fn: before torch 2.13 a node held from Python alone loses what it saved.
-                self._node = _Keep.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+            anchor = torch.empty(0, requires_grad=True)
+            # The output, not its grad_fn: before torch 2.13 a node held from Python alone loses what it saved.
+            self._node = _Keep.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
             return
         for tensor in tensors:
             # A non-leaf is kept without its graph: its history may come to hold this region (when it is changed in

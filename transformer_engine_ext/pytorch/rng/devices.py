@@ -92,7 +92,7 @@ class CPUBackend:
     def __init__(self) -> None:
         self._default = torch.default_generator
         self._bound: Generator = self._default
-        self._parked: Tensor | None = None
+        self._parked = self._default.get_state()  # of use only while another stream is bound
 
     def default(self, index: int = 0) -> Generator:
         return self._bound
@@ -100,9 +100,7 @@ class CPUBackend:
     def read(self, handle: Generator) -> Tensor:
         if handle is self._bound:
             return self._default.get_state()
-        if handle is self._default and self._parked is not None:
-            return self._parked
-        return handle.get_state()
+        return self._parked if handle is self._default else handle.get_state()
 
     def write(self, handle: Generator, value: Tensor) -> None:
         if handle is self._bound:
@@ -136,11 +134,7 @@ class CPUBackend:
             self._parked = live
         else:
             outgoing.set_state(live)
-        if handle is self._default and self._parked is not None:
-            self._default.set_state(self._parked)
-            self._parked = None
-        else:
-            self._default.set_state(handle.get_state())
+        self._default.set_state(self._parked if handle is self._default else handle.get_state())
         self._bound = handle
         return outgoing
 

@@ -218,7 +218,6 @@ class CudaRNGStatesTracker:
         note_birth(handle)
         self._states[name] = handle
         self.seeds_.add(seed)
-        register_tracker(self)
 
     def fork(self, name: str = "model-parallel-rng") -> _Fork:
         """Return a context (or decorator) in which the default generator draws from a stream.
