@@ -12,7 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import transformer_engine_ext
 from _fake_graphs import FakeGraph, Machine
 from _helpers import requires_cuda
 from _proof import Proof, assert_same_tensors, plain_checkpoint
@@ -54,8 +57,19 @@ class CudaKit:
             register_streams(graph)
         return graph
 
-    def capturing(self, graph: Any, **options: Any) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.graph(graph, **options)
+    @contextlib.contextmanager
+    def capturing(self, graph: Any, **options: Any) -> Iterator[None]:
+        with torch.cuda.graph(graph, **options):
+            yield
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for what a capture began with: before torch 2.14 it fills the words of all graphs, on its own stream.
+
+        A first replay on another stream could be overtaken by that, with or without regions, and draw by the seed
+        under which the capture began.
+        """
+        torch.cuda.synchronize()
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, 0.5)
@@ -128,8 +142,9 @@ def kit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def real_kit() -> Iterator[CudaKit]:
     """Yield the CUDA device with the collector off: it could free a graph of an earlier test during a capture."""
-    torch.cuda.init()
     native.prepare()
+    # Gives autograd's own thread its context: cuBLAS warns if it is the first there.
+    (torch.ones(1, device="cuda", requires_grad=True) * 2).backward()
     gc.collect()
     gc.disable()
     try:
@@ -143,6 +158,12 @@ def real_kit() -> Iterator[CudaKit]:
 def cuda_kit() -> Iterator[CudaKit]:
     """The current CUDA device; the test bears the mark."""
     yield from real_kit()
+
+
+def caused_by_us(found: warnings.WarningMessage) -> bool:
+    """Tell whether a line of this package warned, or torch about what this package called."""
+    package = Path(transformer_engine_ext.__file__).resolve().parent
+    return package in Path(found.filename).resolve().parents
 
 
 class Rig:

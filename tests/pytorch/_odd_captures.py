@@ -4,7 +4,8 @@
 
     python _odd_captures.py {conditional,conditional-backward,nested} {reentrant,nonreentrant}
 
-Prints ``RIGHT``, ``WRONG`` with the numbers of wrong elements, ``REFUSED`` with the error, or ``ABSENT``.
+Prints ``RIGHT``, ``WRONG`` with the numbers of wrong elements, ``REFUSED`` with the error and those that it covers, or
+``ABSENT``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from _capture import CudaKit, Rig
 from transformer_engine_ext.pytorch.rng import native
 
-Checked = tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]
+#: Graphs to replay, pairs of an output and an input gradient, and the tensors that the graphs read.
+Checked = tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]
 
 
 @contextlib.contextmanager
@@ -45,7 +47,7 @@ def _conditional(kit: CudaKit, rig: Rig, only_backward: bool) -> Checked:
             with _if(graph, yes):
                 y.backward(grad)
     assert x.grad is not None
-    return [graph], [(y.detach(), x.grad)]
+    return [graph], [(y.detach(), x.grad)], [x, grad, yes]
 
 
 def conditional(kit: CudaKit, rig: Rig) -> Checked:
@@ -61,6 +63,7 @@ def conditional_backward(kit: CudaKit, rig: Rig) -> Checked:
 def nested(kit: CudaKit, rig: Rig) -> Checked:
     """One region captured whole, on another stream, between forward and backward of a capture that is under way."""
     xs, grad = [rig.input() for _ in range(2)], kit.ones(len(rig.rows), kit.size)
+    w = kit.ones(kit.size).requires_grad_()
     outer, inner = kit.graph(), kit.graph()
     outer_stream, inner_stream = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -69,14 +72,14 @@ def nested(kit: CudaKit, rig: Rig) -> Checked:
         y0 = rig.checkpoint(rig.body, xs[0])
         with torch.cuda.stream(inner_stream):
             inner.capture_begin(capture_error_mode="relaxed")
-            y1 = rig.checkpoint(rig.body, xs[1], rig.ones.clone().requires_grad_())
+            y1 = rig.checkpoint(rig.body, xs[1], w)
             y1.backward(grad)
             inner.capture_end()
         y0.backward(grad)
         outer.capture_end()
     assert xs[0].grad is not None
     assert xs[1].grad is not None
-    return [outer, inner], [(y0.detach(), xs[0].grad), (y1.detach(), xs[1].grad)]
+    return [outer, inner], [(y0.detach(), xs[0].grad), (y1.detach(), xs[1].grad)], [*xs, grad, w]
 
 
 SCENARIOS: dict[str, Callable[[CudaKit, Rig], Checked]] = {
@@ -84,6 +87,15 @@ SCENARIOS: dict[str, Callable[[CudaKit, Rig], Checked]] = {
     "conditional-backward": conditional_backward,
     "nested": nested,
 }
+
+
+def _told(error: BaseException | None) -> str:
+    """Return an error with those that it covers: the end of a capture that failed fails too."""
+    lines = []
+    while error is not None:
+        lines.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        error = error.__context__
+    return "\n  over ".join(lines)
 
 
 def main(scenario: str, engine: str) -> str:
@@ -96,7 +108,8 @@ def main(scenario: str, engine: str) -> str:
     twin = rig.twin()
     kit.aside(lambda: twin.checkpoint(twin.body, twin.input()).sum().backward())
     try:
-        graphs, pairs = SCENARIOS[scenario](kit, rig)
+        graphs, pairs, _inputs = SCENARIOS[scenario](kit, rig)
+        kit.settle()
         wrong = []
         for turn in range(4):
             rig.seed(turn)
@@ -104,7 +117,7 @@ def main(scenario: str, engine: str) -> str:
                 graph.replay()
             wrong += [int(((y != 0) != (gradient != 0)).sum()) for y, gradient in pairs]
     except RuntimeError as error:
-        return f"REFUSED {type(error).__name__}: {error}"
+        return f"REFUSED {_told(error)}"
     return "RIGHT" if not any(wrong) else f"WRONG {wrong}"
 
 
