@@ -90,6 +90,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_recompute_rng_more.py \
     tests/pytorch/test_recompute_rng_states.py \
     tests/pytorch/test_recompute_rng_traces.py \
+    tests/pytorch/test_region_hooks.py \
     tests/pytorch/test_rng_file.py \
     tests/pytorch/test_state.py \
     tests/pytorch/test_streams.py \
