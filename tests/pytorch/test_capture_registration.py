@@ -103,7 +103,7 @@ def test_nothing_is_registered_since_2_14(late: FakeKit) -> None:
 
 
 def test_registering_streams_serves_graphs_whose_capture_begins_inside(early: FakeKit) -> None:
-    tracker = _tracker("a")
+    tracker, _other = _tracker("a"), _tracker("c")
     earlier, inside, outside = Graph(early), Graph(early), Graph(early)
     with registering_streams(tracker):
         tracker.add("b", 7)  # asked anew at every capture
