@@ -54,6 +54,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_capture_lifetime.py \
     tests/pytorch/test_capture_nodes.py \
     tests/pytorch/test_capture_registration.py \
+    tests/pytorch/test_capture_selective.py \
     tests/pytorch/test_capture_split.py \
     tests/pytorch/test_capture_whole.py \
     tests/pytorch/test_checkpoint_arguments.py \

@@ -45,6 +45,7 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_capture_lifetime.py \
     tests/pytorch/test_capture_nodes.py \
     tests/pytorch/test_capture_registration.py \
+    tests/pytorch/test_capture_selective.py \
     tests/pytorch/test_capture_split.py \
     tests/pytorch/test_capture_whole.py \
     tests/pytorch/test_checkpoint_autocast.py \

@@ -81,10 +81,12 @@ class FakeGenerator:
                 offset = state.captured().within
             except NotRegistered:
                 offset = 0
-        return torch.tensor([_signed(state.seed), offset]).view(torch.uint8)
+        with _disable_current_modes():  # torch's own is no tensor program either
+            return torch.tensor([_signed(state.seed), offset]).view(torch.uint8)
 
     def set_state(self, value: Tensor) -> FakeGenerator:
-        seed, offset = value.view(torch.int64).tolist()
+        with _disable_current_modes():
+            seed, offset = value.view(torch.int64).tolist()
         seed %= 1 << 64
         if self.state.machine.graph is None:
             self.state.seed, self.state.offset = seed, offset
@@ -172,7 +174,7 @@ class FakeGraph:
             if increment or machine.registers:
                 words[state].fill(state.seed, state.offset)
                 state.offset += increment
-        with torch._C._AutoDispatchBelowAutograd():
+        with _unseen():
             for function, args, kwargs, outputs in self.nodes:
                 results = tree_leaves(function(*args, **kwargs))
                 for output, result in zip(outputs, results, strict=bool(outputs)):
@@ -196,6 +198,8 @@ class _Recorder(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(machine.owns(tensor) for tensor in inputs):
             return func(*args, **kwargs)
+        if func in machine.drawing:
+            return machine.mask(args[0])
         if func in _SYNCHRONISES:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         schema = func._schema
@@ -221,11 +225,14 @@ class Machine:
         graphs, as before torch 2.14.
     graph
         The graph under capture.
+    drawing
+        Operators that do nothing but call :meth:`mask`.
     """
 
     def __init__(self, registers: bool) -> None:
         self.registers = registers
         self.graph: FakeGraph | None = None
+        self.drawing: set[Any] = set()
         self._memory: set[int] = set()
         self._held: list[Tensor] = []
         self.kind = FakeGenerator if registers else LazyGenerator
@@ -277,6 +284,14 @@ class Machine:
         patch.setattr(capture, "captured_words", self.captured_words)
         for module in (coverage, registration):  # they ask what is a generator
             patch.setattr(module, "Generator", self.kind)
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Let operators run as kernels of a graph do: autograd neither records them nor counts the versions they write."""
+    counting = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(counting):
+        yield
 
 
 def _signed(word: int) -> int:

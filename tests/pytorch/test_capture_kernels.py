@@ -1,24 +1,21 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""E2 with what dropout hides in: fused attention, bias-dropout-add, what Inductor makes of it, selective contexts."""
+"""E2 with the kernels that dropout hides in: fused attention, bias-dropout-add, and what Inductor makes of dropout."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from _capture import CudaKit, Rig, cuda_kit
 from _helpers import requires_cuda
 from _regions import both_engines
-from transformer_engine_ext.errors import RecomputeMismatchError, UnsupportedCaptureError
 from transformer_engine_ext.pytorch import te_checkpoint
 
 __all__ = ["cuda_kit"]
@@ -34,8 +31,8 @@ def _plainly(y: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, tor
     return y != 0, gradient != 0
 
 
-def _checkpointed(function: Function, use_reentrant: bool, preserve: bool = True, **options: Any) -> Function:
-    return lambda x: te_checkpoint(function, x, use_reentrant=use_reentrant, preserve_rng_state=preserve, **options)
+def _checkpointed(function: Function, use_reentrant: bool, preserve: bool = True) -> Function:
+    return lambda x: te_checkpoint(function, x, use_reentrant=use_reentrant, preserve_rng_state=preserve)
 
 
 def _warm_up(kit: CudaKit, region: Function, x: torch.Tensor, grad: torch.Tensor) -> None:
@@ -51,8 +48,7 @@ def _wrong(
     region: Function,
     x: torch.Tensor,
     grad: torch.Tensor,
-    patterns: Patterns = _plainly,
-    halfway: Callable[[], None] | None = None,
+    patterns: Patterns,
 ) -> tuple[list[int], int]:
     """Capture two micro-batches in split graphs and replay them; return wrong elements by backward, and of how many."""
     kit = rig.kit
@@ -62,8 +58,6 @@ def _wrong(
         leaf, forward = x.detach().clone().requires_grad_(), kit.graph()
         with kit.capturing(forward):
             legs.append((leaf, forward, region(leaf)))
-    if halfway is not None:
-        halfway()
     pairs = []
     for leaf, forward, y in legs:
         backward = kit.graph()
@@ -153,55 +147,6 @@ def test_e2_bias_dropout_add(cuda_kit: CudaKit, use_reentrant: bool) -> None:
         return function
 
     _assert_exact(cuda_kit, make, ones, ones, use_reentrant)
-
-
-def _saving_rand_like() -> Any:
-    """Make contexts under which a recompute takes ``rand_like`` from the forward, and draws everything else again."""
-    return create_selective_checkpoint_contexts([torch.ops.aten.rand_like.default])
-
-
-def _draw_that_is_saved_and_one_that_is_not(x: torch.Tensor) -> torch.Tensor:
-    saved = torch.rand_like(x)
-    return F.dropout(x + 0 * saved, 0.5).square()
-
-
-@both_engines
-@pytest.mark.parametrize("reseeded", [False, True], ids=["", "reseeded between the captures"])
-def test_e2_selective_contexts(cuda_kit: CudaKit, use_reentrant: bool, reseeded: bool) -> None:
-    """The saved draw still moves its stream in the recompute, so that the next one starts where it did in forward."""
-    ones = cuda_kit.ones(8, cuda_kit.size)
-    rig = Rig(cuda_kit, use_reentrant)
-    region = _checkpointed(_draw_that_is_saved_and_one_that_is_not, use_reentrant, context_fn=_saving_rand_like)
-    halfway = (lambda: rig.seed(77)) if reseeded else None
-    wrong, size = _wrong(rig, region, ones, ones, halfway=halfway)
-    assert not any(wrong), f"wrong elements of {size}, by backward: {wrong}"
-
-
-@both_engines
-@pytest.mark.parametrize("drawn", [False, True], ids=["at the start of a seed", "behind other draws"])
-def test_e7_selective_contexts_of_a_captured_forward_in_an_eager_backward(
-    cuda_kit: CudaKit, use_reentrant: bool, drawn: bool
-) -> None:
-    """Right or refused: what was noted during capture counts within the graph."""
-    ones = cuda_kit.ones(8, cuda_kit.size)
-    rig = Rig(cuda_kit, use_reentrant)
-    region = _checkpointed(_draw_that_is_saved_and_one_that_is_not, use_reentrant, context_fn=_saving_rand_like)
-    _warm_up(cuda_kit, region, ones, ones)
-    x, graph = ones.clone().requires_grad_(), cuda_kit.graph()
-    with cuda_kit.capturing(graph):
-        y = region(x)
-    rig.seed(3)
-    if drawn:  # then a position within the graph is not the stream's
-        rig.draws()
-    graph.replay()
-    try:
-        y.backward(ones)
-    except (RecomputeMismatchError, UnsupportedCaptureError) as error:
-        print(f"refused: {error}")
-        return
-    assert x.grad is not None
-    wrong = int(((y != 0) != (x.grad != 0)).sum())
-    assert wrong == 0, f"{wrong} of {y.numel()} elements are wrong, without an error"
 
 
 def _eager_is_exact(region: Function, x: torch.Tensor, grad: torch.Tensor) -> bool:
