@@ -39,6 +39,11 @@ class Mutant:
     original: str  # the same before
 
     @property
+    def place(self) -> str:
+        """What a log calls it: exact, but only for one state of the sources."""
+        return f"{self.file}:{self.line} {self.kind} {self.function}"
+
+    @property
     def key(self) -> str:
         """What the list of survivors calls it: stable as long as the line itself does not change."""
         return f"{self.file} | {self.function} | {self.kind} | {self.text}"

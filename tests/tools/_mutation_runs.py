@@ -39,6 +39,12 @@ class Baseline:
     lines: dict[str, dict[int, list[str]]] = field(default_factory=dict)
     cuda: bool = False
 
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Baseline:
+        """Make one of what JSON has kept, in which all keys are text."""
+        lines = {file: {int(line): tests for line, tests in by.items()} for file, by in found["lines"].items()}
+        return cls(found["seconds"], found["failed"], lines, found["cuda"])
+
     def reaching(self, file: str, first: int, last: int) -> set[str]:
         """Return the passing tests that run any of these lines."""
         by_line = self.lines.get(file, {})
@@ -228,6 +234,4 @@ def start_baseline(root: Path, package: str, files: list[str]) -> Baseline:
         time.sleep(0.1)
     if job.status != 0:
         raise SystemExit(f"the run without a mutant ended with {job.status}:\n{(root / 'out.txt').read_text()[-4000:]}")
-    found = json.loads((root / "baseline.json").read_text())
-    lines = {file: {int(line): tests for line, tests in by.items()} for file, by in found.pop("lines").items()}
-    return Baseline(lines=lines, **found)
+    return Baseline.from_json(json.loads((root / "baseline.json").read_text()))

@@ -13,6 +13,8 @@ reach the line (measured first, in the same way), quickest first, until one fail
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -42,7 +45,7 @@ BLIND = re.compile(
 )
 # Lines that run in worker processes only, where no coverage is measured: the files whose tests start the workers.
 WORKERS = {"pytorch/recompute/saved_activations.py": "saved_activations|distributed"}
-FIRST = 25  # tests of the first try; most mutants end there
+FIRST = 12  # tests of the first try; most mutants end there
 
 
 @dataclass
@@ -84,6 +87,7 @@ class Check:
     baseline: Baseline
     slots: list[Slot]
     limit: float
+    log: Path | None = None
     killers: Counter[str] = field(default_factory=Counter)
     results: list[Result] = field(default_factory=list)
 
@@ -132,12 +136,30 @@ class Check:
 
     def report(self, result: Result) -> None:
         self.results.append(result)
+        if self.log is not None:
+            with self.log.open("a") as log:
+                log.write(json.dumps([result.mutant.place, result.verdict, result.by, result.seconds]) + "\n")
         mutant = result.mutant
         print(
             f"{result.verdict:<8} {result.seconds:5.1f} s  {mutant.file}:{mutant.line} [{mutant.kind}] {mutant.text}"
             f"{'  <- ' + result.by if result.by else ''}",
             flush=True,
         )
+
+
+def resume(log: Path | None, root: Path, tests: list[str]) -> tuple[Baseline, dict[str, list[Any]]]:
+    """Return the baseline and the verdicts by mutant that a former run on the same sources left in `log`, if any."""
+    digest = hashlib.sha256()
+    for path in sorted([*(root / PACKAGE).rglob("*.py"), *(root / "tests").rglob("*.py")]):
+        digest.update(path.read_bytes())
+    lines = log.read_text().splitlines() if log is not None and log.exists() else []
+    if lines and json.loads(lines[0])["digest"] == digest.hexdigest():
+        found = json.loads(lines[0])
+        return Baseline.from_json(found["baseline"]), {line[0]: line[1:] for line in map(json.loads, lines[1:])}
+    baseline = start_baseline(root, PACKAGE, tests)
+    if log is not None:
+        log.write_text(json.dumps({"digest": digest.hexdigest(), "baseline": asdict(baseline)}) + "\n")
+    return baseline, {}
 
 
 def allowed_patterns(cuda: bool) -> dict[str, re.Pattern[str]]:
@@ -203,6 +225,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the key of a mutant (file | function | kind | text)")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds before a mutant counts as killed by hanging")
     parser.add_argument("--markdown", help="file for the table")
+    parser.add_argument("--log", type=Path, help="file of verdicts; a run that finds one on the same sources goes on")
     options = parser.parse_args()
 
     start = time.monotonic()
@@ -216,13 +239,15 @@ def main() -> int:
         tests = [str(path.relative_to(root)) for path in sorted((root / "tests").rglob("test_*.py"))]
         tests = [test for test in tests if not BLIND.search(test)]
         import_once()
-        baseline = start_baseline(root, PACKAGE, tests)
+        baseline, known = resume(options.log, root, tests)
         print(f"{len(baseline.seconds)} tests pass without a mutant, {time.monotonic() - start:.0f} s", flush=True)
         for test in sorted(baseline.seconds, key=baseline.seconds.__getitem__)[-5:]:
             print(f"  {baseline.seconds[test]:5.1f} s {test}")
         for test in baseline.failed:
             print(f"  fails already, so it is left out: {test}")
-        check = Check(baseline, slots, options.limit)
+        check = Check(baseline, slots, options.limit, options.log)
+        check.results = [Result(mutant, *known[mutant.place]) for mutant in mutants if mutant.place in known]
+        mutants = [mutant for mutant in mutants if mutant.place not in known]
         try:
             check.run(mutants)
         finally:

@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, get_backend
+from transformer_engine_ext.pytorch.rng.capture import set_host_offset
+from transformer_engine_ext.pytorch.rng.coverage import cuda_in_use
+from transformer_engine_ext.pytorch.rng.devices import get_backend
 
 __all__ = ["replaying_draws"]
 
@@ -22,12 +24,12 @@ Context = AbstractContextManager[Any]
 # Note [A cached draw still moves its stream]
 # A selective policy may save the result of a random operator. The recompute then takes it from the cache and draws
 # nothing, so every later random operator would start too early in the stream and draw another mask. So forward notes
-# where the stream stood after each random operator, and the recompute puts it there after the same operator, whether
-# that ran or came from the cache.
+# how each random operator moved its stream, and the recompute moves it alike, whether the operator ran or came from
+# the cache. On CUDA that is an increment of the offset, which holds in and out of graph capture; on CPU the state.
 class _Draws(TorchDispatchMode):
-    """Notes, or replays, the stream position behind every random operator."""
+    """Notes, or replays, how every random operator moves its stream."""
 
-    def __init__(self, noted: list[tuple[DeviceBackend, Tensor]], replay: bool) -> None:
+    def __init__(self, noted: list[Tensor | int], replay: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._noted = noted
         self._replay = replay
@@ -37,29 +39,39 @@ class _Draws(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        cuda = get_backend("cuda")
+        before = {index: cuda.position(cuda.default(index)) for index in cuda_in_use()}
+        result = func(*args, **kwargs)
+        device = _device_of(result)
+        if device is None or device.type not in ("cpu", "cuda"):
             return result
-        backend, index = _place(result)
-        if backend is None:
-            return result
-        if not self._replay:
-            self._noted.append((backend, backend.read(backend.default(index))))
-        elif self._next < len(self._noted):
-            noted_backend, value = self._noted[self._next]
-            if noted_backend is backend:
-                backend.write(backend.default(index), value)
+        index = device.index or 0
+        handle = get_backend(device.type).default(index)
+        if self._replay:
+            if self._next < len(self._noted):
+                self._move(handle, self._noted[self._next], before.get(index))
+        elif device.type == "cuda":
+            self._noted.append(cuda.position(handle) - before[index])
+        else:
+            self._noted.append(get_backend("cpu").read(handle))
         self._next += 1
         return result
 
+    @staticmethod
+    def _move(handle: Generator, noted: Tensor | int, start: int | None) -> None:
+        if isinstance(noted, Tensor):
+            get_backend("cpu").write(handle, noted)
+        elif start is not None:
+            set_host_offset(handle, start + noted)
 
-def _place(result: Any) -> tuple[DeviceBackend | None, int]:
-    """Return the backend and index of the device that a random operator ran on."""
+
+def _device_of(result: Any) -> torch.device | None:
+    """Return the device that a random operator ran on."""
     while isinstance(result, (tuple, list)) and result:
         result = result[0]
-    if isinstance(result, Tensor) and result.device.type in ("cpu", "cuda"):
-        return get_backend(result.device.type), result.device.index or 0
-    return None, 0
+    return result.device if isinstance(result, Tensor) else None
 
 
 def replaying_draws(forward: Context, recompute: Context) -> tuple[Context, Context]:
@@ -72,7 +84,7 @@ def replaying_draws(forward: Context, recompute: Context) -> tuple[Context, Cont
     """
     if not isinstance(recompute, TorchDispatchMode) and not isinstance(forward, TorchDispatchMode):
         return forward, recompute
-    noted: list[tuple[DeviceBackend, Tensor]] = []
+    noted: list[Tensor | int] = []
     return _Both(forward, noted, False), _Both(recompute, noted, True)
 
 
@@ -86,7 +98,7 @@ def _around(context: Context, draws: _Draws) -> Iterator[None]:
 class _Both:
     """A policy's context with the noting of draws around it; may be entered again, as ``retain_graph`` needs."""
 
-    def __init__(self, context: Context, noted: list[tuple[DeviceBackend, Tensor]], replay: bool) -> None:
+    def __init__(self, context: Context, noted: list[Tensor | int], replay: bool) -> None:
         self._parts = (context, noted, replay)
         self._open: list[Context] = []
 

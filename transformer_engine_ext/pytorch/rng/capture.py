@@ -23,10 +23,12 @@ __all__ = ["SavedWords", "capturing", "host_offset", "require_registered", "set_
 # - Forward keeps a copy of the words, made by one node when the region ends, and the host's `within` at its entry.
 # - A recompute, in this or in another graph, first copies the live words of all streams, then overwrites them with the
 #   kept ones, sets the host's `within` to that of the region's entry, runs, and puts both back.
-# Nothing synchronises, nothing depends on the order of replays, and the next replay fills the words again anyway. The
-# words of all streams move in one call each, so the number of nodes does not grow with the number of streams (a call
-# takes 32 streams). Kernels of the same streams on a parallel branch of the graph would see the rewound words: draw
-# from one stream on one branch.
+# Nothing synchronises, and nothing depends on the order of replays: the recompute overwrites what a replay filled in or
+# left as it was (a stream that the whole graph moves by nothing is not filled). The words of all streams move in one
+# call each, so the number of nodes does not grow with the number of streams (a call takes 32). While a recompute runs,
+# its streams' words are rewound for everybody who reads them: kernels of the same streams on a parallel branch of
+# the graph and, before torch 2.14, where all graphs of a stream share one pair of words, in a graph that replays
+# concurrently on another CUDA stream.
 
 
 def capturing() -> bool:
