@@ -11,9 +11,9 @@ from torch import Generator, Tensor
 
 from transformer_engine_ext.errors import UnsupportedCaptureError
 from transformer_engine_ext.pytorch.rng.native import NotRegistered, captured_words
-from transformer_engine_ext.pytorch.rng.state import PhiloxState
+from transformer_engine_ext.pytorch.rng.state import PhiloxState, set_offset_word
 
-__all__ = ["SavedWords", "capturing", "host_offset", "require_registered", "set_host_offset"]
+__all__ = ["SavedWords", "capturing", "require_registered", "set_host_offset"]
 
 # Note [Inside graph capture]
 # A kernel that is captured does not get numbers but pointers to two device words, seed and offset, which every replay
@@ -36,15 +36,10 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def host_offset(value: Tensor) -> int:
-    """Return the offset word of a 16-byte state; during capture it counts within the graph."""
-    return int(value.view(torch.int64)[1])
-
-
 def set_host_offset(handle: Generator, offset: int) -> None:
-    """Set where a stream stands within the graph that is being captured."""
+    """Set where a stream stands: outside of capture in the sequence of its seed, inside within the graph."""
     value = handle.get_state()
-    value.view(torch.int64)[1] = offset
+    set_offset_word(value, offset)
     handle.set_state(value)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from transformer_engine_ext.errors import UnsupportedDeviceError
-from transformer_engine_ext.pytorch.rng.state import MT19937State, count_words, decode_state
+from transformer_engine_ext.pytorch.rng.state import MT19937State, count_words, decode_state, offset_word
 
 __all__ = ["CPUBackend", "CUDABackend", "DeviceBackend", "backend_of", "device_index", "get_backend", "same_value"]
 
@@ -161,17 +161,17 @@ class CUDABackend:
         try:
             offset: int = handle.get_offset()
         except RuntimeError:  # refused during capture, where the state can still be read
-            return int(handle.get_state().view(torch.int64)[1])
+            return offset_word(handle.get_state())
         return offset
 
     def same(self, first: int, second: int) -> bool:
         return first == second
 
     def unmoved(self, entry: Tensor, position: int) -> bool:
-        return int(entry.view(torch.int64)[1]) == position
+        return offset_word(entry) == position
 
     def distance(self, entry: Tensor, position: int) -> str:
-        start = int(entry.view(torch.int64)[1])
+        start = offset_word(entry)
         moved = (
             "back (it was re-seeded or set)" if position < start else f"{position - start} random numbers per thread"
         )

@@ -13,12 +13,12 @@ import torch
 from torch import Generator, Tensor
 
 from transformer_engine_ext.errors import UnsupportedCaptureError, UnsupportedDeviceError
-from transformer_engine_ext.pytorch.rng.capture import SavedWords, host_offset, set_host_offset
+from transformer_engine_ext.pytorch.rng.capture import SavedWords, set_host_offset
 from transformer_engine_ext.pytorch.rng.coverage import Foreign, cuda_in_use, default_streams
 from transformer_engine_ext.pytorch.rng.devices import backend_of
 from transformer_engine_ext.pytorch.rng.native import warm_up
 from transformer_engine_ext.pytorch.rng.recording import Recording, StreamTable
-from transformer_engine_ext.pytorch.rng.state import PhiloxState
+from transformer_engine_ext.pytorch.rng.state import PhiloxState, offset_word
 
 __all__ = ["Rewound", "Snapshot"]
 
@@ -121,7 +121,7 @@ class Snapshot(Recording):
                 if ends is not None:
                     ends[i] = backend.position(handle)
             else:
-                twin.values[i] = PhiloxState(saved.seed, saved.offset + host_offset(self.values[i])).to_tensor()
+                twin.values[i] = PhiloxState(saved.seed, saved.offset + offset_word(self.values[i])).to_tensor()
                 if ends is not None:
                     ends[i] += saved.offset
         twin.ends = ends
@@ -132,7 +132,7 @@ class Snapshot(Recording):
         for backend, handle, value in reversed(list(zip(self.backends, self.handles, values, strict=True))):
             if backend.device_type == "cuda":
                 # The seed is in the device words; the host may have another one by now, and may not change it.
-                set_host_offset(handle, host_offset(value))
+                set_host_offset(handle, offset_word(value))
             else:
                 backend.write(handle, value)
 

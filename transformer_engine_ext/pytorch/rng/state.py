@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import struct
 from dataclasses import dataclass
@@ -13,7 +14,16 @@ from torch import Tensor
 
 from transformer_engine_ext.errors import StateFormatError
 
-__all__ = ["MT19937_STATE_BYTES", "PHILOX_STATE_BYTES", "MT19937State", "PhiloxState", "count_words", "decode_state"]
+__all__ = [
+    "MT19937_STATE_BYTES",
+    "PHILOX_STATE_BYTES",
+    "MT19937State",
+    "PhiloxState",
+    "count_words",
+    "decode_state",
+    "offset_word",
+    "set_offset_word",
+]
 
 # Two 64-bit words, seed then offset. Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, CUDAGeneratorImpl::get_state.
 PHILOX_STATE_BYTES = 16
@@ -115,6 +125,18 @@ class MT19937State:
     def describe(self) -> str:
         """Return a short text for messages."""
         return f"mt19937(seed={self.seed}, digest={self.digest()})"
+
+
+# Read and written as bytes, by no torch operator: a dispatch mode of the user's (a selective policy, say) may be
+# watching operators while this package looks at a state, and must not see any of ours.
+def offset_word(value: Tensor) -> int:
+    """Return the offset word of a 16-byte philox state (``uint8``, CPU, contiguous)."""
+    return int.from_bytes(ctypes.string_at(value.data_ptr() + 8, 8), "little")
+
+
+def set_offset_word(value: Tensor, offset: int) -> None:
+    """Change the offset word of a 16-byte philox state in place."""
+    ctypes.memmove(value.data_ptr() + 8, offset.to_bytes(8, "little"), 8)
 
 
 def decode_state(state: Tensor) -> PhiloxState | MT19937State:
