@@ -1,6 +1,6 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Lines that other tests run without noticing whether they do anything; ``tests/tools/mutation_check.py`` found them."""
+"""Lines that other tests run without noticing what they do; ``tests/tools/mutation_check.py`` found them."""
 
 from __future__ import annotations
 
@@ -120,14 +120,6 @@ def test_c4_later_tracker_gets_the_qualified_key_whichever_is_filled_first() -> 
     names = {id(handle): name for name, handle in states.items()}
     assert names[id(first.get_states()["twice"])] == "twice"
     assert names[id(second.get_states()["twice"])].startswith("twice@")
-
-
-def test_c4_tracker_that_was_made_without_its_constructor_is_known() -> None:
-    tracker = CudaRNGStatesTracker.__new__(CudaRNGStatesTracker)
-    tracker.__dict__.update(copy.copy(new_tracker("a")).__dict__)
-    tracker.reset()
-    tracker.add("from nowhere", 73)
-    assert get_all_rng_states()["from nowhere"] is tracker.get_states()["from nowhere"]
 
 
 @both_engines
