@@ -47,6 +47,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_imports.py \
     tests/pytorch/test_helpers.py \
     tests/pytorch/test_proof.py \
+    tests/pytorch/test_audit_cost.py \
     tests/pytorch/test_backends.py \
     tests/pytorch/test_broken_transformer_engine.py \
     tests/pytorch/test_capture_errors.py \
@@ -81,6 +82,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_native_jit.py \
     tests/pytorch/test_native_library.py \
     tests/pytorch/test_native_setup.py \
+    tests/pytorch/test_mutation_gaps.py \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_parallel_rng.py \
     tests/pytorch/test_phase_flags.py \

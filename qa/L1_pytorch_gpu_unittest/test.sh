@@ -38,6 +38,7 @@ export NVTE_EXT_FAIL_WITHOUT_CUDA=$NUM_GPUS
 # Only the CUDA half of each file; the CPU half runs in L0.
 python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unittest.xml \
     tests/pytorch/test_helpers.py \
+    tests/pytorch/test_audit_cost.py \
     tests/pytorch/test_backends.py \
     tests/pytorch/test_capture_errors.py \
     tests/pytorch/test_capture_fakes.py \
@@ -55,6 +56,7 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_demo.py \
     tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_native_library.py \
+    tests/pytorch/test_mutation_gaps.py \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_parallel_rng.py \
     tests/pytorch/test_recompute_rng.py \
