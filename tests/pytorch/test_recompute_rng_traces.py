@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -111,3 +113,20 @@ def test_b16_deep_copy_of_a_tracker_is_independent(device: str) -> None:
     twin.add("more", 2)
     assert set(tracker.states_) == {"a"}
     assert tracker.seeds_ == {1}
+
+
+def test_b13_output_that_a_module_keeps_does_not_keep_the_region() -> None:
+    """Non-reentrant only: the reentrant engine's recompute leaves no hook in any graph."""
+
+    class Keeps(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x.sin().exp() + 1
+            return self.last
+
+    module = Keeps()
+    alive = weakref.ref(module)
+    x = torch.ones(4, requires_grad=True)
+    te_checkpoint(module, x, use_reentrant=False, early_stop=False).sum().backward()
+    del module
+    gc.collect()
+    assert alive() is None, "the module is held by the graph of its own recompute"

@@ -127,13 +127,16 @@ class _Saving:
         run = _Run(self, task)
         _push_hooks(run.fill, _identity)
         try:
-            self.region.recompute(*unpack_call(self.packed, tensors))
+            try:
+                self.region.recompute(*unpack_call(self.packed, tensors))
+            finally:
+                _pop_hooks()
+            run.check()
         except BaseException:
             run.empty()
             raise
         finally:
-            _pop_hooks()
-        run.check()
+            run.release()
 
 
 class _Run:
@@ -190,7 +193,6 @@ class _Run:
             saving.loose = saving.loose or self.surplus > 0
             return
         if self.stopped_at is not None and self.stopped_at != saving.last_position:
-            self.empty()
             line = (
                 "  the default CUDA generator (or the stream it was bound to): at the last tensor that backward needs, "
                 f"forward stood at offset {saving.last_position}, recompute at {self.stopped_at}"
@@ -198,19 +200,25 @@ class _Run:
             raise mismatch([line])
         expected, saved = len(saving.places), self.count + self.surplus
         if expected != saved and not saving.loose:
-            self.empty()
             raise SavedTensorMismatchError(
                 "A different number of tensors was saved during the original forward and recomputation.\n"
                 f"Number of tensors saved during forward: {expected}\n"
                 f"Number of tensors saved during recomputation: {saved}\n{_TIP}"
             )
         if self.different:
-            self.empty()
             raise SavedTensorMismatchError(
                 "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
                 + "\n".join(self.different)
                 + f"\n{_TIP}"
             )
+
+    def release(self) -> None:
+        """Forget the region.
+
+        The graph of the recompute holds the hook for as long as somebody holds a tensor of it (a module that keeps its
+        last output, say, which the region's function leads back to): a cycle that no collector could break.
+        """
+        del self.saving
 
     def empty(self) -> None:
         """Let go of what was filled: a recompute that fails must not keep its activations alive with the graph."""
