@@ -97,6 +97,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_rng_file.py \
     tests/pytorch/test_state.py \
     tests/pytorch/test_streams.py \
+    tests/pytorch/test_te_rng_names.py \
     tests/pytorch/test_torch_options.py \
     tests/pytorch/test_torch_rules.py \
     tests/pytorch/test_torch_selective.py \
