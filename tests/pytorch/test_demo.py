@@ -119,7 +119,14 @@ def _running(pid: int) -> bool:
 def test_no_orphans(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     command = [sys.executable, "-m", "transformer_engine_ext", "demo", "--device", "cpu", "--steps", "100000"]
-    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    launcher = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell lets its background jobs ignore SIGINT, this test among them, and the demo would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         deadline = time.monotonic() + 60
         while len(ranks := _descendants(launcher.pid)) < 2:

@@ -121,6 +121,8 @@ class Launcher:
                 lines.append(f"  {details['type']}: {details['message']}")
                 if other == rank and details["type"] != PeerFailureError.__name__:
                     lines.append(details["traceback"].rstrip())
+            elif (self._folder / f"result-{launch}-{other}.json").exists():
+                lines.append(f"  rank {other} had finished")
             elif other != rank:
                 lines.append(f"  rank {other} reported nothing within {_REPORT_SECONDS:g} s and was ended")
         log = (self._folder / f"log-{launch}-{rank}.txt").read_text(errors="replace").strip()

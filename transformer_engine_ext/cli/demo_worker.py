@@ -26,4 +26,9 @@ if __name__ == "__main__":
     end_with_the_launcher()  # before torch is imported, which takes seconds
     from transformer_engine_ext.cli.demo_rank import run_rank
 
-    sys.exit(run_rank(sys.argv[1], int(sys.argv[2])))
+    code = run_rank(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a thread that is inside the store's C++ while the interpreter is taken down ends the process with
+    # "terminate called without an active exception", a finished rank among them.
+    os._exit(code)
