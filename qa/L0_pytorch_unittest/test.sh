@@ -62,6 +62,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_checkpoint_autocast.py \
     tests/pytorch/test_checkpoint_autograd.py \
     tests/pytorch/test_checkpoint_callables.py \
+    tests/pytorch/test_checkpoint_callers_objects.py \
     tests/pytorch/test_checkpoint_depth_and_threads.py \
     tests/pytorch/test_checkpoint_determinism.py \
     tests/pytorch/test_checkpoint_early_stop.py \

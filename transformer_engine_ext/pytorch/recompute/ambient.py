@@ -1,6 +1,6 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ambient settings that a recompute must share with its forward: autocast and the default device."""
+"""Ambient settings that a recompute must share with its forward: autocast, the default dtype and device."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def _autocast_state() -> _AutocastState:
 class Ambient:
     """Settings of the moment of construction."""
 
-    __slots__ = ("_autocast", "_device_mode")
+    __slots__ = ("_autocast", "_device_mode", "_dtype")
 
     def __init__(self) -> None:
         self._autocast = _autocast_state()
+        self._dtype = torch.get_default_dtype()
         self._device_mode = _device_mode() if torch._C._len_torch_function_stack() else None
 
     @property
@@ -52,9 +53,13 @@ class Ambient:
     def again(self) -> AbstractContextManager[object]:
         """Return a context with these settings; it costs nothing where they hold already."""
         now = _autocast_state()
-        if now == self._autocast and self._device_mode is None:
+        dtype = torch.get_default_dtype()
+        if now == self._autocast and self._device_mode is None and dtype is self._dtype:
             return _SAME
         stack = ExitStack()
+        if dtype is not self._dtype:
+            torch.set_default_dtype(self._dtype)
+            stack.callback(torch.set_default_dtype, dtype)
         (wanted, cache), (present, _) = self._autocast, now
         for kind, setting, other in zip(_types or (), wanted, present, strict=True):
             if setting != other:

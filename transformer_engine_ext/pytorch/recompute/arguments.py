@@ -4,16 +4,20 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
-__all__ = ["PackedCall", "hidden_tensor", "pack", "pack_call", "unpack", "unpack_call"]
+from transformer_engine_ext.errors import CheckpointArgumentError
+
+__all__ = ["PackedCall", "TensorList", "hidden_tensor", "pack", "pack_call", "unpack", "unpack_call"]
 
 PackedCall = tuple[list[Any], dict[str, Any]]
 
@@ -40,41 +44,73 @@ class _Node:
         self.build = build
 
 
-_CHANGEABLE = (list, dict)
+# Rebuilt for every recompute even without tensors in them: the function may change those that it gets.
+_CHANGEABLE = frozenset((list, dict, collections.OrderedDict, collections.defaultdict, collections.deque))
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes, complex))
 
 
-def pack(value: Any, tensors: list[Tensor]) -> Any:
+class TensorList(list[Tensor]):
+    """The tensors of a value in order, each once: an object that is passed twice stays one object in the recompute."""
+
+    def place(self, tensor: Tensor) -> int:
+        """Return the index of a tensor, which is appended if it is new."""
+        places = self._places
+        index = places.get(id(tensor))
+        if index is None:
+            index = places[id(tensor)] = len(self)
+            self.append(tensor)
+        return index
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[int, int] = {}
+
+    def cut(self, length: int) -> None:
+        """Forget the tensors from ``length`` on."""
+        for tensor in self[length:]:
+            del self._places[id(tensor)]
+        del self[length:]
+
+
+def pack(value: Any, tensors: TensorList) -> Any:
     """Take the tensors out of a value.
 
     Parameters
     ----------
     value : object
-        A tensor, or a tuple, list, dict, named tuple, dataclass, mapping, or type registered with torch's pytree, to
-        any depth. Other objects are opaque: they stay as they are, with the tensors that they may hold.
-    tensors : list of torch.Tensor
-        Receives the tensors, in order.
+        A tensor, or a tuple, list, dict, named tuple, dataclass, or type registered with torch's pytree, to any depth.
+        Other objects are opaque: they stay as they are, with the tensors that they may hold.
+    tensors : TensorList
+        Receives the tensors.
 
     Returns
     -------
     object
         What ``unpack`` takes. It holds no tensor that went to ``tensors``.
+
+    Raises
+    ------
+    CheckpointArgumentError
+        For an iterator, which a recompute would find used up.
     """
     kind = type(value)
     if kind in _ATOMS:
         return value
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
+        return _Slot(tensors.place(value))
     parts = _take_apart(value, kind)
     if parts is None:
         return value
-    items, build = parts
+    items, make_build = parts
     before = len(tensors)
     children = [pack(item, tensors) for item in items]
-    # Lists and dicts are built anew for every recompute, as they are now: the function may change those it gets. Other
-    # containers without tensors are handed on as they are, so that they stay the same objects.
-    return _Node(children, build) if len(tensors) > before or kind in _CHANGEABLE else value
+    if kind not in _CHANGEABLE and not any(type(child) in (_Slot, _Node) for child in children):
+        return value  # nothing to rebuild: it stays the same object in forward and recompute
+    build = make_build()  # See Note [The caller's objects are never written to]
+    if build is None:
+        tensors.cut(before)
+        return value
+    return _Node(children, build)
 
 
 def unpack(packed: Any, tensors: Sequence[Tensor]) -> Any:
@@ -95,9 +131,9 @@ def unpack(packed: Any, tensors: Sequence[Tensor]) -> Any:
     return packed
 
 
-def pack_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[PackedCall, list[Tensor]]:
+def pack_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[PackedCall, TensorList]:
     """Take the tensors out of a call's arguments; return what ``unpack_call`` takes, and the tensors in order."""
-    tensors: list[Tensor] = []
+    tensors = TensorList()
     return ([pack(arg, tensors) for arg in args], {key: pack(arg, tensors) for key, arg in kwargs.items()}), tensors
 
 
@@ -108,60 +144,75 @@ def unpack_call(packed: PackedCall, tensors: Sequence[Tensor]) -> tuple[list[Any
 
 
 def hidden_tensor(packed: Any) -> str | None:
-    """Return the ``Class.attribute`` of a tensor inside an opaque object of a packed value, or None."""
+    """Return where an opaque object of a packed value holds a tensor that could need a gradient, or None."""
     kind = type(packed)
     if kind is _Node:
         found = (hidden_tensor(child) for child in packed.children)
         return next((name for name in found if name is not None), None)
     if kind in _ATOMS or kind is _Slot or isinstance(packed, (type, Module)):
         return None
-    for name, value in getattr(packed, "__dict__", {}).items():
-        if isinstance(value, Tensor):
+    held = dict(getattr(packed, "__dict__", {}))
+    for owner in kind.__mro__:
+        slots = owner.__dict__.get("__slots__", ())
+        held |= {name: getattr(packed, name, None) for name in ((slots,) if isinstance(slots, str) else slots)}
+    if isinstance(packed, (tuple, list, set, frozenset)):
+        held |= {f"[{number}]": item for number, item in enumerate(packed)}
+    for name, value in held.items():
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             return f"{kind.__name__}.{name}"
     return None
 
 
-def _take_apart(value: Any, kind: type) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+Build = Callable[[list[Any]], Any]
+
+
+# Note [The caller's objects are never written to]
+# What a recompute gets is built around copies, and a copy is made only where there is a tensor (or a list or dict) to
+# put in: copying may run any code of the user's. A class whose copy is the object itself stays opaque.
+def _take_apart(value: Any, kind: type) -> tuple[list[Any], Callable[[], Build | None]] | None:
     if kind is tuple:
-        return list(value), tuple
+        return list(value), lambda: tuple
     if kind is list:
-        return list(value), list
+        return list(value), lambda: list
     if kind is dict:
         keys = list(value)
-        return list(value.values()), lambda items: dict(zip(keys, items, strict=True))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(value), lambda items: kind(*items)
+        return list(value.values()), lambda: lambda items: dict(zip(keys, items, strict=True))
+    if isinstance(value, tuple) and hasattr(kind, "_make"):
+        return list(value), lambda: kind._make
     node = pytree.SUPPORTED_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
-        return list(children), lambda items: node.unflatten_fn(items, context)
+        return list(children), lambda: lambda items: node.unflatten_fn(items, context)
+    if isinstance(value, Enum):
+        return None
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        shell = _emptied(value, names)
-        return [getattr(value, name) for name in names], lambda items: _filled(shell, names, items)
-    if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
+        return [getattr(value, name) for name in names], lambda: _copier(value, names, object.__setattr__)
+    if isinstance(value, (dict, collections.UserDict)):
         mapping_keys = list(value)
-        outline = copy.copy(value)
-        for key in mapping_keys:
-            outline[key] = None
-        return [value[key] for key in mapping_keys], lambda items: _mapped(outline, mapping_keys, items)
+        write = dict.__setitem__ if isinstance(value, dict) else collections.UserDict.__setitem__
+        return [value[key] for key in mapping_keys], lambda: _copier(value, mapping_keys, write)
+    if isinstance(value, Iterator) and not hasattr(value, "read"):
+        raise CheckpointArgumentError(
+            f"an argument or result of the checkpointed function is an iterator ({kind.__name__}): its first user uses "
+            "it up, so forward and recompute, or caller, would see different items. Pass a list or tuple"
+        )
     return None
 
 
-def _emptied(value: Any, names: list[str]) -> Any:
-    return _filled(value, names, [None] * len(names))
+def _copier(value: Any, names: list[Any], write: Callable[[Any, Any, Any], None]) -> Build | None:
+    """Return what builds a copy of ``value`` with other items, or None if it cannot be copied."""
+    # Not through the constructor, which may do anything.
+    outline = copy.copy(value)
+    if outline is value:
+        return None
+    for name in names:
+        write(outline, name, None)
 
+    def build(items: list[Any]) -> Any:
+        twin = copy.copy(outline)
+        for name, item in zip(names, items, strict=True):
+            write(twin, name, item)
+        return twin
 
-def _filled(shell: Any, names: list[str], items: list[Any]) -> Any:
-    # Not through the constructor: __init__ and __post_init__ may do anything, and a frozen class refuses assignment.
-    twin = copy.copy(shell)
-    for name, item in zip(names, items, strict=True):
-        object.__setattr__(twin, name, item)
-    return twin
-
-
-def _mapped(outline: Any, keys: list[Any], items: list[Any]) -> Any:
-    twin = copy.copy(outline)
-    for key, item in zip(keys, items, strict=True):
-        twin[key] = item
-    return twin
+    return build

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine_ext.errors import ConcurrentDrawError, UntrackedGeneratorError
+from transformer_engine_ext.pytorch.rng.recording import noted_handles
 
 __all__ = ["watching"]
 
@@ -47,7 +48,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         generator = kwargs.get("generator")
-        if generator is not None and not _is_default(generator):
+        if generator is not None and not _is_rewound(generator):
             raise UntrackedGeneratorError(
                 f"a checkpointed region drew from a generator of its own ({func} with generator=, seed "
                 f"{generator.initial_seed()}, device {generator.device}), which no recompute rewinds: its gradients "
@@ -70,10 +71,14 @@ class _Watch(TorchDispatchMode):
             )
 
 
-def _is_default(generator: torch.Generator) -> bool:
-    return generator is torch.default_generator or (
-        torch.cuda.is_initialized() and any(generator is default for default in torch.cuda.default_generators)
-    )
+def _is_rewound(generator: torch.Generator) -> bool:
+    """Tell whether the region covers this generator: a default one, or a stream that it has noted."""
+    # Operators see another Python object for the same generator, so the C++ object decides.
+    defaults: list[Any] = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        defaults += torch.cuda.default_generators
+    wanted: Any = generator
+    return any(known._cdata == wanted._cdata for known in (*defaults, *noted_handles()))
 
 
 _OFF = nullcontext()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_ext.errors import SavedTensorMismatchError
-from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, pack, unpack_call
+from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, TensorList, pack, unpack_call
 from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
 from transformer_engine_ext.pytorch.recompute.region import Region, StopRecompute
@@ -310,7 +310,7 @@ def _keep_with_outputs(result: Any, words: object) -> None:
     is right as long as graphs replay in the order of their capture, which torch asks of graphs that share a memory
     pool; kept with the outputs, as the reentrant engine's node does by itself, the words survive other orders too.
     """
-    outputs: list[Tensor] = []
+    outputs = TensorList()
     pack(result, outputs)
     for output in outputs:
         node: Any = output.grad_fn

@@ -18,7 +18,14 @@ from transformer_engine_ext.errors import (
     SavedTensorMismatchError,
 )
 from transformer_engine_ext.pytorch.recompute.ambient import autocast_cache
-from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, hidden_tensor, pack, unpack, unpack_call
+from transformer_engine_ext.pytorch.recompute.arguments import (
+    PackedCall,
+    TensorList,
+    hidden_tensor,
+    pack,
+    unpack,
+    unpack_call,
+)
 from transformer_engine_ext.pytorch.recompute.inputs import version_of
 from transformer_engine_ext.pytorch.recompute.region import Region
 from transformer_engine_ext.pytorch.recompute.saved_activations import Distributed
@@ -65,7 +72,7 @@ class _Reentrant(torch.autograd.Function):
         if region.snapshot is not None:
             region.snapshot.finish()
         call.changed = [i for i, tensor in enumerate(tensors) if version_of(tensor) != versions[i]]
-        outputs: list[Tensor] = []
+        outputs = TensorList()
         call.outputs = pack(result, outputs)
         _refuse_hidden(call.outputs)
         ctx.call = call
@@ -88,7 +95,7 @@ class _Reentrant(torch.autograd.Function):
             for tensor, needs_grad in zip(tensors, ctx.needs_input_grad[1:], strict=True)
         ]
         result = call.region.recompute(*unpack_call(call.packed, inputs))
-        outputs: list[Tensor] = []
+        outputs = TensorList()
         pack(result, outputs)
         if len(outputs) != len(grads):
             raise SavedTensorMismatchError(

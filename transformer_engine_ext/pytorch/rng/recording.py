@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from transformer_engine_ext.pytorch.rng.capture import capturing, require_registered
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of
 
-__all__ = ["Recording", "StreamTable", "note_birth", "note_table", "touch"]
+__all__ = ["Recording", "StreamTable", "note_birth", "note_table", "noted_handles", "touch"]
 
 # Note [Saved states are values]
 # A live handle moves with every draw, also with the draws of the very forward pass it was "saved" for: rewinding to it
@@ -122,6 +122,11 @@ def touch(name: str, handle: Generator) -> None:
                 require_registered(name, handle)
             value = backend.read(handle)
         recording.record(name, backend, handle, value)
+
+
+def noted_handles() -> list[Generator]:
+    """Return the streams that the open recordings of this thread have noted, or that were made inside them."""
+    return [handle for recording in _stack.open for handle in (*recording.handles, *recording.born)]
 
 
 def note_birth(handle: Generator) -> None:

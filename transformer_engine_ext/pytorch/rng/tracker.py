@@ -316,7 +316,15 @@ def _checked(name: str, handle: Generator, value: Tensor) -> Tensor:
             f"the state of stream {name!r} was saved on a {expected} generator, and the stream lives on "
             f"{handle.device}; a state cannot move between device types. Nothing was changed"
         )
-    return value.detach().cpu().contiguous().clone()
+    value = value.detach().cpu().contiguous().clone()
+    if expected == "cpu":
+        try:
+            Generator().set_state(value)
+        except RuntimeError as error:
+            raise StateFormatError(
+                f"the state given for stream {name!r} is damaged: {str(error).splitlines()[0]}. Nothing was changed"
+            ) from None
+    return value
 
 
 def _decoded(name: str, value: Tensor) -> PhiloxState | MT19937State:
