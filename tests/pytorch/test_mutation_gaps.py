@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -16,7 +17,8 @@ from torch.nn import functional as F
 from _foreign import ByteTracker
 from _regions import both_engines, leaf, new_tracker, stream_values
 from transformer_engine_ext.errors import RecomputeMismatchError, SavedTensorMismatchError
-from transformer_engine_ext.pytorch import CudaRNGStatesTracker, is_recomputing, te_checkpoint
+from transformer_engine_ext.pytorch import CudaRNGStatesTracker, in_checkpoint_region, is_recomputing, te_checkpoint
+from transformer_engine_ext.pytorch.distributed import activation_recompute_forward
 from transformer_engine_ext.pytorch.rng import get_all_rng_states
 from transformer_engine_ext.pytorch.rng.recording import Recording, note_birth
 
@@ -155,3 +157,116 @@ def test_b4_failed_recompute_keeps_no_activation(kind: str) -> None:
     gc.collect()
     assert saved
     assert [reference() for reference in saved] == [None]
+
+
+def test_read_outside_of_backward_that_fails_leaves_no_hooks() -> None:
+    """Within a backward autograd puts the hooks back itself; somebody who reads a node has only the engine to do it."""
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        if is_recomputing():
+            raise ValueError("in the recompute")
+        return x.sin()
+
+    y = te_checkpoint(region, leaf(3), use_reentrant=False)
+    node: Any = y.grad_fn
+    with pytest.raises(ValueError, match="in the recompute"):
+        _ = node._saved_self
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_failed_recompute_is_forgotten_by_what_it_made() -> None:
+    """A tensor of the recompute that somebody keeps must not keep the region, also if the recompute raised."""
+    kept: list[torch.Tensor] = []
+
+    class Weighty:
+        pass
+
+    def region(x: torch.Tensor, held: Any) -> torch.Tensor:
+        h = x.sin()
+        if is_recomputing():
+            kept.append(h)
+            raise ValueError("in the recompute")
+        return h.cos()
+
+    held = Weighty()
+    gone = weakref.ref(held)
+    y = te_checkpoint(region, leaf(3), held, use_reentrant=False)
+    with pytest.raises(ValueError, match="in the recompute"):
+        y.sum().backward()
+    del y, held
+    assert kept
+    assert gone() is None
+
+
+@both_engines
+def test_b2_flags_switched_off_by_hand_inside_a_region(use_reentrant: bool) -> None:
+    seen = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        with activation_recompute_forward(activation_recompute=False):
+            seen.append((in_checkpoint_region(), is_recomputing()))
+        seen.append((in_checkpoint_region(), is_recomputing()))
+        return x.sin()
+
+    te_checkpoint(region, leaf(3), use_reentrant=use_reentrant).sum().backward()
+    assert seen == [(False, False), (True, False), (False, True), (True, True)]
+
+
+def test_b4_report_lists_the_operators_of_the_last_recompute_only() -> None:
+    runs = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        runs.append(is_recomputing())
+        h = x.sin().exp()
+        return h if len(runs) == 3 else h.cos()
+
+    y = te_checkpoint(region, leaf(3), use_reentrant=False, debug=True, early_stop=False)
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(SavedTensorMismatchError) as caught:
+        y.sum().backward()
+    assert len(runs) == 3
+    # Once for the forward, once for the recompute that failed, and once where the two are compared.
+    assert str(caught.value).count("aten.sin.default") == 3
+
+
+def test_c3_byte_states_belong_to_the_tracker_once_set() -> None:
+    """The value of a stream that is parked by a fork is kept as it is, so it must not be the caller's tensor."""
+    tracker = new_tracker("a")
+    generators = dict(tracker.get_states())
+    tracker.set_states({**generators, "the default": torch.default_generator})
+    wanted = torch.Generator().manual_seed(77).get_state()
+    given = wanted.clone()
+    with tracker.fork("a"):
+        tracker.set_states({"a": tracker.get_states()["a"].get_state(), "the default": given})
+        given.zero_()
+    assert torch.equal(torch.get_rng_state(), wanted)
+
+
+def test_c3_byte_states_may_be_strided() -> None:
+    tracker = new_tracker("a")
+    wanted = torch.Generator().manual_seed(77).get_state()
+    strided = torch.stack([wanted, torch.zeros_like(wanted)], dim=1)[:, 0]
+    assert not strided.is_contiguous()
+    tracker.set_states({"a": strided})
+    assert torch.equal(tracker.get_states()["a"].get_state(), wanted)
+
+
+def test_b13_graph_of_an_argument_inside_a_dataclass_is_not_kept() -> None:
+    """The copy that is kept of a container holds places, not the caller's tensors with all that made them.
+
+    The reentrant engine's node is part of the graph, and keeps its inputs with their history as every node does.
+    """
+
+    @dataclasses.dataclass
+    class Batch:
+        h: torch.Tensor
+
+    def region(batch: Batch) -> torch.Tensor:
+        return batch.h.sin()
+
+    batch = Batch(leaf(3) * 1)
+    gone = weakref.ref(batch.h)
+    y = te_checkpoint(region, batch, use_reentrant=False)
+    del batch
+    assert gone() is None
+    y.sum().backward()
