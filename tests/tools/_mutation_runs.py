@@ -45,6 +45,13 @@ class Baseline:
         lines = {file: {int(line): tests for line, tests in by.items()} for file, by in found["lines"].items()}
         return cls(found["seconds"], found["failed"], lines, found["cuda"])
 
+    def expected(self, tests: list[str]) -> float:
+        """Return how many seconds these tests may take."""
+        # The first test of a file may do what all of it needs, such as one launch of several processes.
+        files = {test.partition("::")[0] for test in tests}
+        slowest = {file: max(t for test, t in self.seconds.items() if test.startswith(f"{file}::")) for file in files}
+        return sum(self.seconds[test] for test in tests) + sum(slowest.values())
+
     def reaching(self, file: str, first: int, last: int) -> set[str]:
         """Return the passing tests that run any of these lines."""
         by_line = self.lines.get(file, {})

@@ -44,7 +44,7 @@ BLIND = re.compile(
     r"|test_(parallel_rng|rng_file|streams|resharding|verify)\w*\.py$"
 )
 # Lines that run in worker processes only, where no coverage is measured: the files whose tests start the workers.
-WORKERS = {"pytorch/recompute/saved_activations.py": "saved_activations|distributed"}
+WORKERS = {"pytorch/recompute/saved_activations.py": "test_saved_activations"}
 FIRST = 12  # tests of the first try; most mutants end there
 
 
@@ -118,8 +118,7 @@ class Check:
                     tests = tests if spent else self.tests_for(mutant)  # killers are known better by now
                     now, later = (tests[:FIRST], tests[FIRST:]) if not spent else (tests, [])
                     slot.write(mutant.file, mutant.source)
-                    expected = sum(self.baseline.seconds[test] for test in now)
-                    slot.job = start_mutant(slot.root, now, max(self.limit, 5 * expected))
+                    slot.job = start_mutant(slot.root, now, max(self.limit, 5 * self.baseline.expected(now)))
                     waiting[number] = (mutant, later, spent)
                 elif slot.job is not None and slot.job.done():
                     mutant, later, spent = waiting.pop(number)
