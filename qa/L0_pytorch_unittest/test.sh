@@ -76,6 +76,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_checkpoint_wrappers.py \
     tests/pytorch/test_demo.py \
     tests/pytorch/test_demo_report.py \
+    tests/pytorch/test_derivations.py \
     tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_error_text.py \
     tests/pytorch/test_native.py \

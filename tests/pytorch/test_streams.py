@@ -12,53 +12,8 @@ import torch
 from transformer_engine_ext.errors import SeedCollisionError
 from transformer_engine_ext.pytorch import distributed
 from transformer_engine_ext.pytorch.distributed import ParallelRNG, StreamSpec, megatron_streams
-from transformer_engine_ext.pytorch.distributed.streams import check_collisions, megatron_seed
+from transformer_engine_ext.pytorch.distributed.streams import check_collisions
 from transformer_engine_ext.pytorch.distributed.topology import Layout
-
-# Worked out by hand from _set_random_seed (megatron/training/initialize.py) and model_parallel_cuda_manual_seed
-# (megatron/core/tensor_parallel/random.py): base = seed + 100*pp (+ 10*dp), model = base + 2718 + tp,
-# expert = base + 1024 + 100*ep + etp.
-GOLDEN = [
-    # seed, coordinates, default and data, model, expert
-    (1234, {}, 1234, 3952, 2258),
-    (1234, {"tp": 1}, 1234, 3953, 2258),
-    (1234, {"pp": 3, "tp": 5}, 1534, 4257, 2558),
-    (42, {"pp": 1, "tp": 7, "ep": 2, "etp": 3, "dp": 4, "cp": 1}, 142, 2867, 1369),
-    (0, {"ep": 17}, 0, 2718, 2724),
-]
-
-
-@pytest.mark.parametrize(("seed", "coordinates", "data", "model", "expert"), GOLDEN)
-def test_megatron_seeds(seed: int, coordinates: dict[str, int], data: int, model: int, expert: int) -> None:
-    seeds = {spec.name: megatron_seed(spec, seed, coordinates) for spec in megatron_streams()}
-    assert seeds == {
-        "default": data,
-        "data-parallel-rng": data,
-        "model-parallel-rng": model,
-        "expert-parallel-rng": expert,
-    }
-
-
-def test_megatron_seeds_with_data_parallel_random_init() -> None:
-    place = {"pp": 1, "dp": 4, "tp": 7, "ep": 2, "etp": 3}
-    specs = megatron_streams(data_parallel_random_init=True)
-    assert [megatron_seed(spec, 42, place) for spec in specs] == [182, 182, 2907, 1409]
-
-
-@pytest.mark.parametrize(
-    ("spec", "seed", "error", "text"),
-    [
-        (StreamSpec("a", ()), 1, ValueError, "no seed_offset"),
-        (StreamSpec("a", ("cp",), seed_offset=1), 1, ValueError, "varies over 'cp', for which Megatron has no formula"),
-        (StreamSpec("a", (), seed_offset=1), -1, ValueError, "must lie in 0"),
-        (StreamSpec("a", (), seed_offset=1), 2**63 - 1, ValueError, "must lie in 0"),
-        (StreamSpec("a", (), seed_offset=1), 1.0, TypeError, "must be an int, got float"),
-        (StreamSpec("a", (), seed_offset=1), True, TypeError, "must be an int, got bool"),
-    ],
-)
-def test_seed_refused(spec: StreamSpec, seed: int, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        megatron_seed(spec, seed, {})
 
 
 def test_spec_must_say_where_it_varies() -> None:
@@ -144,7 +99,7 @@ def test_topology_refused(topology: object, error: type[Exception], text: str) -
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"derivation": "fold_in"}, "derivation='fold_in' is not available; this release accepts 'megatron'"),
+        ({"derivation": "hash"}, "derivation='hash' is not available; this release accepts 'megatron', 'deepspeed'"),
         (
             {"on_layout_change": "rederive"},
             "on_layout_change='rederive' is not available; this release accepts 'error'",

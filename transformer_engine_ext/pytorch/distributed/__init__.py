@@ -9,13 +9,19 @@ streams of a job.
 
 from __future__ import annotations
 
+from transformer_engine_ext.pytorch.distributed.derivations import derive_seed, derive_seeds
 from transformer_engine_ext.pytorch.distributed.groups import (
     get_distributed_rank,
     get_distributed_world_size,
     initialize_affine_weight_gpu,
 )
 from transformer_engine_ext.pytorch.distributed.parallel_rng import ParallelRNG
-from transformer_engine_ext.pytorch.distributed.streams import StreamSpec, megatron_streams
+from transformer_engine_ext.pytorch.distributed.streams import (
+    StreamSpec,
+    colossalai_streams,
+    deepspeed_streams,
+    megatron_streams,
+)
 from transformer_engine_ext.pytorch.recompute import (
     activation_recompute_forward,
     gather_split_1d_tensor,
@@ -51,6 +57,10 @@ __all__ = [
     "_set_cuda_rng_state",
     "activation_recompute_forward",
     "checkpoint",
+    "colossalai_streams",
+    "deepspeed_streams",
+    "derive_seed",
+    "derive_seeds",
     "gather_split_1d_tensor",
     "get_activation_recompute_contexts",
     "get_all_rng_states",

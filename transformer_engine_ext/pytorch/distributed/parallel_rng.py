@@ -13,6 +13,7 @@ import torch
 
 from transformer_engine_ext.errors import LayoutMismatchError, StateFormatError
 from transformer_engine_ext.pytorch.distributed.collectives import DEFAULT_TIMEOUT, ControlGroup
+from transformer_engine_ext.pytorch.distributed.derivations import DERIVATIONS, check_seed, derive_table
 from transformer_engine_ext.pytorch.distributed.held_streams import HeldStreams
 from transformer_engine_ext.pytorch.distributed.rng_file import FORMAT, VERSION, Header
 from transformer_engine_ext.pytorch.distributed.saved_streams import load_streams, save_streams
@@ -21,15 +22,13 @@ from transformer_engine_ext.pytorch.distributed.streams import (
     KNOWN_AXES,
     StreamSpec,
     check_collisions,
-    megatron_seed,
-    megatron_streams,
+    standard_streams,
 )
 from transformer_engine_ext.pytorch.distributed.topology import Layout, Topology, describe_place, resolve_topology
 from transformer_engine_ext.pytorch.rng import CudaRNGStatesTracker
 
 __all__ = ["ParallelRNG"]
 
-_DERIVATIONS = ("megatron",)
 _ON_LAYOUT_CHANGE = ("error",)
 
 
@@ -41,11 +40,13 @@ class ParallelRNG:
     topology : DeviceMesh, mapping of str to ProcessGroup, or None
         Where this rank stands: a mesh with named dimensions, or this rank's group per axis. None: no axes.
     streams : sequence of StreamSpec, optional
-        The streams; default :func:`megatron_streams`. An axis that the topology lacks counts as one of size 1.
+        The streams; default: those of the system that `derivation` names, with ``"fold_in"`` those of
+        :func:`megatron_streams`. An axis that the topology lacks counts as one of size 1.
     tracker : CudaRNGStatesTracker, optional
         The tracker that holds all streams but ``"default"``; by default a new one.
     derivation : str
-        How seeds follow from the job's seed: ``"megatron"``.
+        How seeds follow from the job's seed: ``"megatron"``, ``"deepspeed"``, ``"colossalai"`` or ``"fold_in"``; see
+        :func:`derive_table`.
     on_layout_change : str
         What :meth:`load` does with a file of another layout: ``"error"`` refuses it.
     device : torch.device, str or int, optional
@@ -92,11 +93,13 @@ class ParallelRNG:
         device: torch.device | str | int | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        _choose("derivation", derivation, _DERIVATIONS)
+        _choose("derivation", derivation, DERIVATIONS)
         self.derivation = derivation
         self.on_layout_change = _choose("on_layout_change", on_layout_change, _ON_LAYOUT_CHANGE)
         self.layout: Layout = resolve_topology(topology)
-        self.streams = _check_streams(megatron_streams() if streams is None else streams, self.layout)
+        self.streams = _check_streams(
+            standard_streams(derivation, self.layout.axes) if streams is None else streams, self.layout
+        )
         device = _device(device)
         self.tracker = CudaRNGStatesTracker(device) if tracker is None else tracker
         self._control = ControlGroup(timeout)
@@ -123,10 +126,12 @@ class ParallelRNG:
         """
         # See Note [Streams that may share a seed]
         bits = self._held.seed_bits
+        seed = check_seed(seed)
+        table = derive_table(self.derivation, self.streams, seed, self.layout.axes, bits=bits)
         for place in self.layout.places():
-            seeds = {spec.name: megatron_seed(spec, seed, place) for spec in self.streams}
+            seeds = {name: stream.at(place) for name, stream in table.items()}
             check_collisions(self.streams, seeds, bits=bits, where=f"the rank at {describe_place(place)}")
-        self._held.seed({spec.name: megatron_seed(spec, seed, self.layout.coordinates) for spec in self.streams})
+        self._held.seed({name: stream.at(self.layout.coordinates) for name, stream in table.items()})
         self._seed = seed
 
     def state_dict(self) -> dict[str, Any]:

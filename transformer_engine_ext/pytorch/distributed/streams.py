@@ -1,6 +1,6 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which streams a job has, on which mesh axes each of them differs, and the seeds that follow."""
+"""Which streams a job has, and on which mesh axes each of them differs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from transformer_engine_ext.errors import SeedCollisionError
 
-__all__ = ["DEFAULT_STREAM", "KNOWN_AXES", "StreamSpec", "check_collisions", "megatron_seed", "megatron_streams"]
+__all__ = [
+    "DEFAULT_STREAM",
+    "KNOWN_AXES",
+    "StreamSpec",
+    "check_collisions",
+    "colossalai_streams",
+    "deepspeed_streams",
+    "megatron_streams",
+    "standard_streams",
+]
 
 #: Name of the stream that is the device's default generator.
 DEFAULT_STREAM = "default"
@@ -17,15 +26,15 @@ DEFAULT_STREAM = "default"
 #: Axis names with a fixed meaning. One that a job's topology lacks counts as an axis of size 1.
 KNOWN_AXES = ("pp", "dp", "cp", "tp", "ep", "etp", "gtp", "egtp")
 
-# Seed distance between neighbours on an axis. Source: Megatron-core, _set_random_seed (pp, dp) in
-# megatron/training/initialize.py and model_parallel_cuda_manual_seed (tp, ep, etp) in
-# megatron/core/tensor_parallel/random.py.
-_MEGATRON_STRIDES = {"pp": 100, "dp": 10, "tp": 1, "ep": 100, "etp": 1}
+# Distances from the job's seed. Source: model_parallel_cuda_manual_seed in megatron/core/tensor_parallel/random.py, for
+# the GTP streams with their 65536 * (1 + gtp) at gtp = 0. Megatron has no streams that vary over cp: the last two are
+# this package's own, out of reach of the others.
 _MODEL_PARALLEL_OFFSET = 2718
 _EXPERT_PARALLEL_OFFSET = 1024
-
-# A seed goes through torch.Generator.manual_seed, which takes a 64-bit word; the top bit stays free for signed readers.
-_SEED_LIMIT = 1 << 63
+_GTP_OFFSET = _MODEL_PARALLEL_OFFSET + 65536
+_EXPERT_GTP_OFFSET = _EXPERT_PARALLEL_OFFSET + 32768 + 65536
+_CONTEXT_PARALLEL_OFFSET = 1 << 28
+_TENSOR_CONTEXT_PARALLEL_OFFSET = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class StreamSpec:
         Axes along which all ranks must stand at the same *position* of the stream, for example ``("tp",)`` for
         dropout on replicated activations. No axis can be in both, since different seeds have no common position.
     seed_offset : int, optional
-        Added to the job's seed. The ``"megatron"`` derivation needs it.
+        Added to the job's seed. Every derivation but ``"fold_in"`` needs it.
     is_default : bool, optional
         The stream is the device's default generator. True exactly for the name ``"default"``.
 
@@ -102,74 +111,78 @@ def _axes(name: str, field: str, axes: Iterable[str]) -> tuple[str, ...]:
     return axes
 
 
-def megatron_streams(*, data_parallel_random_init: bool = False) -> tuple[StreamSpec, ...]:
+def megatron_streams(
+    *,
+    data_parallel_random_init: bool = False,
+    gtp: bool = False,
+    egtp: bool = False,
+    context_parallel: bool = False,
+    tensor_context_parallel: bool = False,
+) -> tuple[StreamSpec, ...]:
     """Return the streams that Megatron-core seeds, with its names and offsets.
 
     Parameters
     ----------
     data_parallel_random_init : bool
         Megatron's option of that name: every stream differs over ``dp`` as well.
+    gtp, egtp : bool
+        Add ``gtp-remat-rng`` and ``egtp-remat-rng``, which Megatron has where generalised tensor parallelism (of the
+        expert layers) has more than one rank. ``ParallelRNG`` adds them by itself if the topology has such an axis.
+    context_parallel : bool
+        Add ``context-parallel-rng``, which differs over ``cp`` and agrees over ``tp``: for dropout on activations
+        that are split along the sequence. Not a stream of Megatron's, whose cp ranks share all of theirs.
+    tensor_context_parallel : bool
+        Add ``tensor-context-parallel-rng``, which differs over ``tp`` and ``cp``.
 
     Returns
     -------
     tuple of StreamSpec
-        ``default``, ``data-parallel-rng``, ``model-parallel-rng`` and ``expert-parallel-rng``. The first two start
-        from the same seed, as in Megatron.
+        ``default``, ``data-parallel-rng``, ``model-parallel-rng`` and ``expert-parallel-rng``, then what was asked
+        for. The first two start from the same seed, as in Megatron.
     """
     base = ("pp", "dp") if data_parallel_random_init else ("pp",)
-    return (
+    streams = [
         StreamSpec(DEFAULT_STREAM, base, lockstep_over=("tp",), seed_offset=0, is_default=True),
         StreamSpec("data-parallel-rng", base, lockstep_over=("tp",), seed_offset=0),
         StreamSpec("model-parallel-rng", (*base, "tp"), seed_offset=_MODEL_PARALLEL_OFFSET),
         StreamSpec("expert-parallel-rng", (*base, "ep", "etp"), seed_offset=_EXPERT_PARALLEL_OFFSET),
+    ]
+    if gtp:
+        streams.append(StreamSpec("gtp-remat-rng", (*base, "tp", "gtp"), seed_offset=_GTP_OFFSET))
+    if egtp:
+        streams.append(StreamSpec("egtp-remat-rng", (*base, "ep", "etp", "egtp"), seed_offset=_EXPERT_GTP_OFFSET))
+    if context_parallel:
+        offset = _CONTEXT_PARALLEL_OFFSET
+        streams.append(StreamSpec("context-parallel-rng", (*base, "cp"), lockstep_over=("tp",), seed_offset=offset))
+    if tensor_context_parallel:
+        offset = _TENSOR_CONTEXT_PARALLEL_OFFSET
+        streams.append(StreamSpec("tensor-context-parallel-rng", (*base, "tp", "cp"), seed_offset=offset))
+    return tuple(streams)
+
+
+def deepspeed_streams() -> tuple[StreamSpec, ...]:
+    """Return the streams that DeepSpeed seeds: the default one, alike on all ranks, and ``model-parallel-rng``."""
+    return (
+        StreamSpec(DEFAULT_STREAM, (), lockstep_over=("tp",), seed_offset=0, is_default=True),
+        StreamSpec("model-parallel-rng", ("tp",), seed_offset=_MODEL_PARALLEL_OFFSET),
     )
 
 
-def megatron_seed(spec: StreamSpec, seed: int, coordinates: Mapping[str, int]) -> int:
-    """Return the seed of one stream on one rank by Megatron's formula.
+def colossalai_streams() -> tuple[StreamSpec, ...]:
+    """Return the streams that ColossalAI seeds: its DATA mode as ``default``, TENSOR as ``model-parallel-rng``."""
+    return (
+        StreamSpec(DEFAULT_STREAM, (), lockstep_over=("tp",), seed_offset=0, is_default=True),
+        StreamSpec("model-parallel-rng", ("pp", "tp"), seed_offset=0),
+    )
 
-    The formula is linear: ``seed + seed_offset + 100*pp + 10*dp + tp + 100*ep + etp``, each coordinate only if the
-    stream varies over its axis. With :func:`megatron_streams` that is bit for bit what Megatron-core uses.
 
-    Parameters
-    ----------
-    spec : StreamSpec
-        The stream; needs a ``seed_offset``.
-    seed : int
-        Seed of the job, not negative.
-    coordinates : mapping of str to int
-        This rank's position on each axis; a missing axis counts as position 0.
-
-    Returns
-    -------
-    int
-
-    Raises
-    ------
-    ValueError
-        If the stream has no ``seed_offset``, varies over an axis for which Megatron has no formula, or the result is
-        no 63-bit number.
-    TypeError
-        If ``seed`` is not an int.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"the seed must be an int, got {type(seed).__name__}")
-    if spec.seed_offset is None:
-        raise ValueError(
-            f"stream {spec.name!r} has no seed_offset, and the 'megatron' derivation adds it to the job's seed; "
-            "give one that keeps it apart from the other streams"
-        )
-    unknown = [axis for axis in spec.varies_over if axis not in _MEGATRON_STRIDES]
-    if unknown:
-        raise ValueError(
-            f"stream {spec.name!r} varies over {unknown[0]!r}, for which Megatron has no formula; its axes are "
-            f"{', '.join(_MEGATRON_STRIDES)}"
-        )
-    result = seed + spec.seed_offset
-    result += sum(_MEGATRON_STRIDES[axis] * coordinates.get(axis, 0) for axis in spec.varies_over)
-    if seed < 0 or not 0 <= result < _SEED_LIMIT:
-        raise ValueError(f"stream {spec.name!r}: seed {seed} gives {result}; both must lie in 0 .. 2**63 - 1")
-    return result
+def standard_streams(derivation: str, axes: Mapping[str, int]) -> tuple[StreamSpec, ...]:
+    """Return the streams of a job that declares none: those of the system whose formula it uses."""
+    if derivation == "deepspeed":
+        return deepspeed_streams()
+    if derivation == "colossalai":
+        return colossalai_streams()
+    return megatron_streams(gtp=axes.get("gtp", 1) > 1, egtp=axes.get("egtp", 1) > 1)
 
 
 # Note [Streams that may share a seed]
