@@ -90,11 +90,13 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_phase_flags.py \
     tests/pytorch/test_recompute_rng.py \
     tests/pytorch/test_recompute_rng_around.py \
+    tests/pytorch/test_recompute_rng_births.py \
     tests/pytorch/test_recompute_rng_edges.py \
     tests/pytorch/test_recompute_rng_limits.py \
     tests/pytorch/test_recompute_rng_more.py \
     tests/pytorch/test_recompute_rng_states.py \
     tests/pytorch/test_recompute_rng_traces.py \
+    tests/pytorch/test_recompute_surroundings.py \
     tests/pytorch/test_region_hooks.py \
     tests/pytorch/test_rng_file.py \
     tests/pytorch/test_state.py \

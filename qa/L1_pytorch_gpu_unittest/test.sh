@@ -61,11 +61,13 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_parallel_rng.py \
     tests/pytorch/test_recompute_rng.py \
     tests/pytorch/test_recompute_rng_around.py \
+    tests/pytorch/test_recompute_rng_births.py \
     tests/pytorch/test_recompute_rng_edges.py \
     tests/pytorch/test_recompute_rng_limits.py \
     tests/pytorch/test_recompute_rng_more.py \
     tests/pytorch/test_recompute_rng_states.py \
     tests/pytorch/test_recompute_rng_traces.py \
+    tests/pytorch/test_recompute_surroundings.py \
     tests/pytorch/test_rng_file.py \
     tests/pytorch/test_state.py \
     tests/pytorch/test_streams.py \

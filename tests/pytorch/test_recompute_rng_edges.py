@@ -18,7 +18,7 @@ from _helpers import requires_cuda
 from _proof import ENGINE_IDS, ENGINES, assert_one_mask
 from _twins import STREAM_SEEDS, Bench, Program, compare, drop
 from transformer_engine_ext.errors import RecomputeMismatchError, UnknownStreamError
-from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
+from transformer_engine_ext.pytorch import te_checkpoint
 
 engines = pytest.mark.parametrize("use_reentrant", ENGINES, ids=ENGINE_IDS)
 
@@ -84,54 +84,6 @@ def _handle_taken_from_the_attribute(bench: Bench, x: torch.Tensor) -> torch.Ten
 @pytest.mark.parametrize("body", [_handle_taken_inside, _handle_taken_from_the_attribute])
 def test_tracked_stream_used_as_generator_argument(device: str, use_reentrant: bool, body: Body) -> None:
     compare(_one_region(body), device, use_reentrant)
-
-
-def _adopts_a_fresh_generator(bench: Bench, x: torch.Tensor) -> torch.Tensor:
-    """Each execution makes the stream anew, from the same seed: another object, the same numbers."""
-    fresh = torch.Generator(bench.device).manual_seed(88)
-    bench.tracker.set_states({**bench.tracker.get_states(), "fresh": fresh})
-    with bench.tracker.fork("fresh"):
-        h = drop(x)
-    with bench.tracker.fork("a"):
-        return drop(h)
-
-
-def _makes_a_tracker(bench: Bench, x: torch.Tensor) -> torch.Tensor:
-    tracker = CudaRNGStatesTracker(device=bench.device)
-    tracker.add("own", 88)
-    with tracker.fork("own"):
-        h = drop(x)
-    with bench.tracker.fork("a"):
-        return drop(h)
-
-
-def _makes_a_tracker_of_bytes(bench: Bench, x: torch.Tensor) -> torch.Tensor:
-    tracker = CudaRNGStatesTracker(device=bench.device)
-    tracker.set_states({"own": torch.Generator(bench.device).manual_seed(88).get_state()})
-    with tracker.fork("own"):
-        return drop(x)
-
-
-def _makes_a_tracker_of_generators(bench: Bench, x: torch.Tensor) -> torch.Tensor:
-    tracker = CudaRNGStatesTracker(device=bench.device)
-    tracker.set_states({"own": torch.Generator(bench.device).manual_seed(88)})
-    with tracker.fork("own"):
-        return drop(x)
-
-
-@engines
-@pytest.mark.parametrize("body", [_makes_a_tracker, _makes_a_tracker_of_bytes])
-def test_streams_made_inside_the_region(device: str, use_reentrant: bool, body: Body) -> None:
-    compare(_one_region(body), device, use_reentrant)
-
-
-@engines
-@pytest.mark.parametrize(
-    ("body", "stream"), [(_adopts_a_fresh_generator, "fresh"), (_makes_a_tracker_of_generators, "own")]
-)
-def test_generators_made_inside_the_region(device: str, use_reentrant: bool, body: Body, stream: str) -> None:
-    """Forward's generator and the recompute's are two objects, and nothing says that one stands for the other."""
-    _exact_or_refused(_one_region(body), device, use_reentrant, stream)
 
 
 # ---------------------------------------------------------------- draws that nothing saves

@@ -7,6 +7,7 @@ from __future__ import annotations
 from transformer_engine_ext.pytorch.recompute.api import te_checkpoint
 from transformer_engine_ext.pytorch.recompute.hooks import (
     RegionHook,
+    register_hook_source,
     register_region_hook,
     unregister_region_hook,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "in_fp8_activation_recompute_phase",
     "is_fp8_activation_recompute_enabled",
     "is_recomputing",
+    "register_hook_source",
     "register_region_hook",
     "split_tensor_into_1d_equal_chunks",
     "te_checkpoint",

@@ -1,11 +1,12 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ambient settings that a recompute must share with its forward: autocast, the default dtype and device."""
+"""Ambient settings that a recompute must share with its forward: autocast, default dtype and device, kernel choice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -38,11 +39,12 @@ def _autocast_state() -> _AutocastState:
 class Ambient:
     """Settings of the moment of construction."""
 
-    __slots__ = ("_autocast", "_device_mode", "_dtype")
+    __slots__ = ("_autocast", "_device_mode", "_dtype", "_kernels")
 
     def __init__(self) -> None:
         self._autocast = _autocast_state()
         self._dtype = torch.get_default_dtype()
+        self._kernels = _kernels()
         self._device_mode = _device_mode() if torch._C._len_torch_function_stack() else None
 
     @property
@@ -53,10 +55,14 @@ class Ambient:
     def again(self) -> AbstractContextManager[object]:
         """Return a context with these settings; it costs nothing where they hold already."""
         now = _autocast_state()
-        dtype = torch.get_default_dtype()
-        if now == self._autocast and self._device_mode is None and dtype is self._dtype:
+        dtype, kernels = torch.get_default_dtype(), _kernels()
+        same = now == self._autocast and dtype is self._dtype and kernels == self._kernels
+        if same and self._device_mode is None:
             return _SAME
         stack = ExitStack()
+        if kernels != self._kernels:  # See Note [Another kernel draws other numbers]
+            stack.callback(_set_kernels, kernels)
+            _set_kernels(self._kernels)
         if dtype is not self._dtype:
             torch.set_default_dtype(self._dtype)
             stack.callback(torch.set_default_dtype, dtype)
@@ -71,6 +77,32 @@ class Ambient:
 
 
 _SAME = nullcontext()
+
+
+# Note [Another kernel draws other numbers]
+# The fused and the plain attention kernels, and cuDNN's and the native recurrent ones, turn the same random numbers
+# into different masks. Which one runs depends on switches that sdpa_kernel() and cudnn.flags() set for a scope, and a
+# backward usually runs outside of the scope that its forward ran in.
+_SWITCHES = [
+    (read, write)
+    for getter, setter in (
+        *((f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in ("flash", "mem_efficient", "math", "cudnn")),
+        ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+        ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+        ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    )
+    if (read := getattr(torch._C, getter, None)) and (write := getattr(torch._C, setter, None))
+]
+_READS = [read for read, _ in _SWITCHES]
+
+
+def _kernels() -> list[Any]:
+    return [read() for read in _READS]
+
+
+def _set_kernels(values: list[Any]) -> None:
+    for (_, write), value in zip(_SWITCHES, values, strict=True):
+        write(value)
 
 
 def _device_mode() -> torch.device | None:

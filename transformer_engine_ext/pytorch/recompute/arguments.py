@@ -134,7 +134,14 @@ def unpack(packed: Any, tensors: Sequence[Tensor]) -> Any:
 def pack_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[PackedCall, TensorList]:
     """Take the tensors out of a call's arguments; return what ``unpack_call`` takes, and the tensors in order."""
     tensors = TensorList()
-    return ([pack(arg, tensors) for arg in args], {key: pack(arg, tensors) for key, arg in kwargs.items()}), tensors
+    try:
+        packed = [pack(arg, tensors) for arg in args], {key: pack(arg, tensors) for key, arg in kwargs.items()}
+    except RecursionError:
+        raise CheckpointArgumentError(
+            "an argument of the checkpointed function is nested too deeply to look for tensors in it, or a list, dict "
+            "or dataclass contains itself. Keep such an object in the function's closure, or pass the tensors beside it"
+        ) from None
+    return packed, tensors
 
 
 def unpack_call(packed: PackedCall, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
@@ -203,7 +210,14 @@ def _take_apart(value: Any, kind: type) -> tuple[list[Any], Callable[[], Build |
 def _copier(value: Any, names: list[Any], write: Callable[[Any, Any, Any], None]) -> Build | None:
     """Return what builds a copy of ``value`` with other items, or None if it cannot be copied."""
     # Not through the constructor, which may do anything.
-    outline = copy.copy(value)
+    try:
+        outline = copy.copy(value)
+    except Exception as error:
+        raise CheckpointArgumentError(
+            f"an argument or result of the checkpointed function, a {type(value).__name__} with a tensor in it, cannot "
+            f"be copied for the recompute: copy.copy raised {type(error).__name__}: {error}. Pass the tensors beside "
+            "it, or register the class with torch.utils._pytree.register_pytree_node"
+        ) from error
     if outline is value:
         return None
     for name in names:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine_ext.errors import ConcurrentDrawError, UntrackedGeneratorError
-from transformer_engine_ext.pytorch.rng.recording import noted_handles
+from transformer_engine_ext.pytorch.rng.recording import noted_handles, watch_forks
 
 __all__ = ["watching"]
 
@@ -81,7 +81,21 @@ def _is_rewound(generator: torch.Generator) -> bool:
     return any(known._cdata == wanted._cdata for known in (*defaults, *noted_handles()))
 
 
+def refuse_foreign_fork(name: str) -> None:
+    """Refuse a fork by a thread that runs no region, while a region of another thread is open."""
+    mine = threading.get_ident()
+    threads = set(_runs.values())
+    if threads and mine not in threads:
+        raise ConcurrentDrawError(
+            f"thread {mine} forked stream {name!r} while a checkpointed region of thread {threads.pop()} was open. If "
+            "it works for that region, its draws are not noted, so no recompute can repeat them; if not, the two draw "
+            "from one default generator. Fork in the region's own thread"
+        )
+
+
 _OFF = nullcontext()
+if ENABLED:
+    watch_forks(refuse_foreign_fork)
 
 
 def watching() -> AbstractContextManager[Any]:

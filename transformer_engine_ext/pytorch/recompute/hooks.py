@@ -4,9 +4,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Protocol
 
-__all__ = ["RegionHook", "active_hooks", "enter_hooks", "leave_hooks", "register_region_hook", "unregister_region_hook"]
+__all__ = [
+    "RegionHook",
+    "active_hooks",
+    "enter_hooks",
+    "leave_hooks",
+    "register_hook_source",
+    "register_region_hook",
+    "unregister_region_hook",
+]
 
 
 class RegionHook(Protocol):
@@ -51,8 +62,46 @@ def unregister_region_hook(hook: RegionHook) -> None:
     _hooks = tuple(known for known in _hooks if known is not hook)
 
 
+# Note [Hooks of other libraries come late]
+# A library that a hook is for may be imported after this package, or never, and must not be imported by it. So a source
+# says which module to wait for; at the start of each region the sources whose module is there by now are asked for
+# their hooks, once. The package's own sources are looked for by name at the first region: imports go one way, and this
+# layer knows no library by name.
+_sources: tuple[tuple[str, Callable[[], None]], ...] = ()
+_own_sources = ".integrations"
+_asked = False
+
+
+def register_hook_source(module: str, load: Callable[[], None]) -> None:
+    """Call ``load``, which registers a hook, at the first region that starts after ``module`` was imported.
+
+    Parameters
+    ----------
+    module : str
+        Absolute name, as in ``sys.modules``; it is never imported from here.
+    load : callable
+        Called once.
+    """
+    global _sources
+    _sources = (*_sources, (module, load))
+
+
+def _load_sources() -> None:
+    global _asked, _sources
+    if not _asked:
+        _asked = True
+        import_module(_own_sources, __name__.partition(".")[0])
+    for source in _sources:
+        module, load = source
+        if sys.modules.get(module) is not None:
+            _sources = tuple(known for known in _sources if known is not source)
+            load()
+
+
 def active_hooks() -> tuple[RegionHook, ...]:
     """Return the hooks for a region that starts now."""
+    if _sources or not _asked:
+        _load_sources()
     return _hooks
 
 

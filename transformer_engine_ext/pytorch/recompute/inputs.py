@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SavedInputs", "version_of"]
+__all__ = ["SavedInputs", "changed_in_place", "version_of"]
 
 _default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -18,6 +18,15 @@ _default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; 0 for inference tensors, which do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def changed_in_place(what: str, tensor: Tensor, expected: int) -> RuntimeError:
+    """Return the error for a tensor that backward needs as it was, in autograd's words."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what}, of shape {tuple(tensor.shape)} and dtype {tensor.dtype}, is at version {version_of(tensor)}; "
+        f"expected version {expected} instead. The recompute needs it as it was; change a clone instead"
+    )
 
 
 class _Keep(torch.autograd.Function):
@@ -46,13 +55,16 @@ class SavedInputs:
         The region's tensor arguments.
     """
 
-    __slots__ = ("_needs_grad", "_node", "_tensors", "_versions")
+    __slots__ = ("_attributes", "_leaf", "_needs_grad", "_node", "_tensors", "_versions")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._node: Tensor | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
+        self._leaf = [tensor.is_leaf for tensor in tensors]
+        # What users hung on a tensor goes along with it, as it is now: the function may change it.
+        self._attributes = [dict(tensor.__dict__) if tensor.__dict__ else None for tensor in tensors]
         if tensors and _default_hooks(True) is not None:
             anchor = torch.empty(0, requires_grad=True)
             # The output, not its grad_fn: before torch 2.13 a node held from Python alone loses what it saved.
@@ -74,19 +86,26 @@ class SavedInputs:
         """
         if self._node is not None:
             function: Any = self._node.grad_fn
-            return list(function.saved_tensors)
-        loaded = []
-        for number, (tensor, version, needs_grad) in enumerate(
-            zip(self._tensors, self._versions, self._needs_grad, strict=True)
-        ):
-            if version_of(tensor) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"tensor argument {number} of a checkpointed region, of shape {tuple(tensor.shape)} and dtype "
-                    f"{tensor.dtype}, is at version {version_of(tensor)}; expected version {version} instead. The "
-                    "recompute needs it as it was; change a clone instead"
-                )
-            if needs_grad and not tensor.requires_grad:
-                tensor = tensor.detach().requires_grad_()
-            loaded.append(tensor)
+            loaded = list(function.saved_tensors)
+        else:
+            grad = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(True)
+            try:
+                loaded = [self._load(number) for number in range(len(self._tensors))]
+            finally:
+                torch._C._set_grad_enabled(grad)
+        for number, attributes in enumerate(self._attributes):
+            if attributes is not None and not self._leaf[number]:
+                loaded[number].__dict__.update(attributes)
         return loaded
+
+    def _load(self, number: int) -> Tensor:
+        tensor, version = self._tensors[number], self._versions[number]
+        if version_of(tensor) != version:
+            raise changed_in_place(f"tensor argument {number} of a checkpointed region", tensor, version)
+        if self._needs_grad[number] and not tensor.requires_grad:
+            tensor = tensor.detach().requires_grad_()
+            if not self._leaf[number]:
+                # With a history, as in forward, for functions that ask for it.
+                tensor = tensor.view_as(tensor)
+        return tensor

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from transformer_engine_ext.errors import SavedTensorMismatchError
 from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, TensorList, pack, unpack_call
-from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs
+from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs, changed_in_place, version_of
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
 from transformer_engine_ext.pytorch.recompute.region import Region, StopRecompute
+from transformer_engine_ext.pytorch.rng import Rewound
 from transformer_engine_ext.pytorch.rng.audit import mismatch
 
 __all__ = ["run_non_reentrant"]
@@ -46,7 +47,7 @@ class _Place:
     __slots__ = ("__weakref__", "tensors")
 
     def __init__(self) -> None:
-        self.tensors: dict[object, Tensor] = {}
+        self.tensors: dict[object, tuple[Tensor, int]] = {}
 
 
 class _Saving:
@@ -77,7 +78,7 @@ class _Saving:
         self.places: list[weakref.ref[_Place]] = []
         self.metadata: list[Metadata] | None = [] if check else None
         self.last_save = -1
-        # Where the default CUDA generator stood at the last save, and whose that is; see audit.py.
+        # Where the default CUDA generator stood at the last save; see Note [An early stop is audited].
         self.clock = region.cuda_clock()
         self.last_position = 0
         # Whether autograd nodes were made behind the last save; unknown (True) until forward has ended.
@@ -115,12 +116,16 @@ class _Saving:
                 raise SavedTensorMismatchError(f"{error}\n{self.logs.report()}") from None
             self.recomputed.add(task)
         try:
-            return place.tensors.pop(task)
+            tensor, version = place.tensors.pop(task)
         except KeyError:
             raise SavedTensorMismatchError(
                 "Unpack is being triggered for a tensor that was already unpacked once in this backward pass. Read "
                 "ctx.saved_tensors once and keep the result: recomputed tensors are freed as they are handed out"
             ) from None
+        # Autograd leaves this check out for tensors that went through hooks.
+        if version_of(tensor) != version:
+            raise changed_in_place("a tensor that the checkpointed function needs for its backward", tensor, version)
+        return tensor
 
     def _recompute(self, task: object) -> None:
         tensors = self.inputs.load()
@@ -128,7 +133,7 @@ class _Saving:
         _push_hooks(run.fill, _identity)
         try:
             try:
-                self.region.recompute(*unpack_call(self.packed, tensors))
+                self.region.recompute(*unpack_call(self.packed, tensors), run.start)
             finally:
                 _pop_hooks()
             run.check()
@@ -142,13 +147,14 @@ class _Saving:
 class _Run:
     """One recompute: counts what it saves and compares it with the forward."""
 
-    __slots__ = ("count", "different", "early_stop", "saving", "stopped_at", "surplus", "task")
+    __slots__ = ("count", "different", "early_stop", "rewound", "saving", "stopped_at", "surplus", "task")
 
     def __init__(self, saving: _Saving, task: object) -> None:
         self.saving = saving
         self.task = task
         self.count = 0
         self.surplus = 0
+        self.rewound: Rewound | None = None
         self.stopped_at: int | None = None
         self.different: list[str] = []
         # Note [Smart stop]
@@ -156,6 +162,9 @@ class _Run:
         # save, nothing worth skipping is left, so the function simply returns: cheaper, and the audit can compare
         # where every stream ended.
         self.early_stop = saving.early_stop and saving.open_end
+
+    def start(self, rewound: Rewound) -> None:
+        self.rewound = rewound
 
     # See Note [One recompute per backward pass]
     def fill(self, tensor: Tensor) -> Tensor:
@@ -169,7 +178,7 @@ class _Run:
         place = saving.places[number]()
         # The graph may have let a place go, by a backward inside the region; then nobody will ask for its tensor.
         if place is not None:
-            place.tensors[self.task] = tensor
+            place.tensors[self.task] = tensor, version_of(tensor)
             metadata = saving.metadata
             if metadata is not None:
                 found = (tensor.shape, tensor.dtype, tensor.device)
@@ -180,9 +189,12 @@ class _Run:
                         f"  recomputed metadata: {_described(found)}"
                     )
         if self.early_stop and self.count == len(saving.places):
-            if saving.clock is not None:
-                self.stopped_at = saving.clock.get_offset()
-            raise StopRecompute
+            # See Note [An early stop is audited]
+            if self.rewound is None or self.rewound.may_stop():
+                if saving.clock is not None:
+                    self.stopped_at = saving.clock.get_offset()
+                raise StopRecompute
+            self.early_stop = False
         # Not the place: the function may run a backward of its own over the graph of the recompute.
         return tensor
 
@@ -218,7 +230,7 @@ class _Run:
         The graph of the recompute holds the hook for as long as somebody holds a tensor of it (a module that keeps its
         last output, say, which the region's function leads back to): a cycle that no collector could break.
         """
-        del self.saving
+        del self.saving, self.rewound
 
     def empty(self) -> None:
         """Let go of what was filled: a recompute that fails must not keep its activations alive with the graph."""

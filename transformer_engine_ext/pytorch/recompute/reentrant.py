@@ -90,10 +90,7 @@ class _Reentrant(torch.autograd.Function):
         tensors: Sequence[Tensor] = ctx.saved_tensors
         if call.distributed is not None:
             tensors = call.distributed.gather(tensors)
-        inputs = [
-            tensor.detach().requires_grad_(needs_grad)
-            for tensor, needs_grad in zip(tensors, ctx.needs_input_grad[1:], strict=True)
-        ]
+        inputs = list(map(_input, tensors, ctx.needs_input_grad[1:]))
         result = call.region.recompute(*unpack_call(call.packed, inputs))
         outputs = TensorList()
         pack(result, outputs)
@@ -149,6 +146,14 @@ def _refuse_hidden(packed: Any) -> None:
             "cannot connect to the graph. Return tensors in a tuple, list, dict or dataclass, register the class with "
             "torch.utils._pytree.register_pytree_node, or use use_reentrant=False"
         )
+
+
+def _input(tensor: Tensor, needs_grad: bool) -> Tensor:
+    """Return a tensor argument for the recompute, with what users hung on it."""
+    twin = tensor.detach().requires_grad_(needs_grad)
+    if tensor.__dict__:
+        twin.__dict__.update(tensor.__dict__)
+    return twin
 
 
 def _connectable(output: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from transformer_engine_ext.pytorch.recompute.debug import watching
 from transformer_engine_ext.pytorch.recompute.hooks import active_hooks, enter_hooks, leave_hooks
 from transformer_engine_ext.pytorch.recompute.phase import FORWARD, RECOMPUTE, enter_phase, leave_phase
 from transformer_engine_ext.pytorch.recompute.selective import replaying_draws
-from transformer_engine_ext.pytorch.rng import Snapshot, audit
+from transformer_engine_ext.pytorch.rng import Rewound, Snapshot, audit
 
 __all__ = ["Region", "StopRecompute"]
 
@@ -143,13 +143,17 @@ class Region:
         finally:
             leave_phase(before)
 
-    def recompute(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def recompute(
+        self, args: Sequence[Any], kwargs: dict[str, Any], started: Callable[[Rewound], None] | None = None
+    ) -> Any:
         """Run the function again as in its forward: streams rewound, flags, autocast and contexts as they were.
 
         Parameters
         ----------
         args, kwargs : sequence, dict
             The arguments, with the tensors to compute with.
+        started : callable, optional
+            Called with the rewound streams before the function runs; not with ``preserve_rng_state=False``.
 
         Returns
         -------
@@ -168,6 +172,8 @@ class Region:
                 if self.snapshot is None:
                     return self._call(args, kwargs)[0]
                 with self.snapshot.rewound() as rewound:
+                    if started is not None:
+                        started(rewound)
                     result, rewound.complete = self._call(args, kwargs)
                 audit(rewound)  # See Note [The audit is necessary, not sufficient]
                 return result

@@ -4,6 +4,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
 from transformer_engine_ext.errors import RecomputeMismatchError
 from transformer_engine_ext.pytorch.rng.devices import same_value
 from transformer_engine_ext.pytorch.rng.snapshot import Rewound
@@ -21,9 +26,8 @@ transformer_engine_ext.pytorch.is_recomputing(). preserve_rng_state=False turns 
 # Note [The audit is necessary, not sufficient]
 # Equal positions do not prove equal numbers: a CUDA offset counts per thread, so a dropout of 10 elements and one of
 # 1,000 move it alike. Different positions do prove different numbers, and cost one comparison. A recompute that was
-# stopped early has not made the draws behind the last saved tensor, so where its forward ended says nothing about it:
-# there the non-reentrant engine compares where the default CUDA generator stood at that tensor, and only streams that
-# forward did not use at all are compared here.
+# stopped early was looked at before it stopped (see Note [An early stop is audited]); here only streams that forward
+# did not use at all are compared then.
 def audit(rewound: Rewound) -> None:
     """Compare where streams stood after a recompute with where they stood after its forward.
 
@@ -41,14 +45,20 @@ def audit(rewound: Rewound) -> None:
     if snapshot.ends is None:  # backward inside the region: forward has not ended, so there is nothing to compare with
         return
     lines = []
+    strays = list(zip(rewound.names, rewound.backends, rewound.values, rewound.strayed, strict=True))
     streams = zip(snapshot.names, snapshot.backends, snapshot.values, snapshot.ends, strict=True)
-    for (name, backend, entry, end), reached in zip(streams, rewound.reached, strict=rewound.complete):
-        if not backend.same(end, reached):
+    for (name, backend, entry, end), reached in zip(streams, rewound.reached if rewound.complete else (), strict=False):
+        if not backend.same(end, reached) and not (
+            backend.unmoved(entry, reached) and _take_twin(strays, name, entry, end, backend.same)
+        ):
             forward, recompute = backend.distance(entry, end), backend.distance(entry, reached)
             lines.append(f"  stream {name!r}: forward drew {forward}, recompute drew {recompute}")
-    for name, backend, entry, strayed in zip(
-        rewound.names, rewound.backends, rewound.values, rewound.strayed, strict=True
-    ):
+    if not rewound.complete:
+        for name, backend, entry, end in zip(
+            snapshot.names, snapshot.backends, snapshot.values, snapshot.ends, strict=True
+        ):
+            _take_twin(strays, name, entry, end, backend.leads_to)
+    for name, backend, entry, strayed in strays:
         if not backend.unmoved(entry, strayed):
             moved = backend.distance(entry, strayed)
             lines.append(f"  stream {name!r}: forward did not use it, recompute drew {moved}")
@@ -58,6 +68,19 @@ def audit(rewound: Rewound) -> None:
             lines.append(f"  stream {name!r} (tracker of another library): its state after the recompute differs")
     if lines:
         raise mismatch(lines)
+
+
+# Note [A stream that the region makes has two generators]
+# A region that adopts a generator of its own making, or deep-copies a tracker, does so again in the recompute, with
+# another generator than in forward. It is the same stream if it has the same name, started from the same value and
+# ended at the same position.
+def _take_twin(strays: list[Any], name: str, entry: Tensor, end: Any, fits: Callable[[Any, Any], bool]) -> bool:
+    """Remove the stream from ``strays`` that is the recompute's twin of a forward's; tell whether there was one."""
+    for number, (other, _, start, reached) in enumerate(strays):
+        if other == name and same_value(start, entry) and fits(reached, end):
+            del strays[number]
+            return True
+    return False
 
 
 def mismatch(lines: list[str]) -> RecomputeMismatchError:

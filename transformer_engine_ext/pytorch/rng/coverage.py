@@ -50,7 +50,7 @@ class _ModuleBackend:
         self._module.set_rng_state(value, handle.device)
 
     position = read
-    same = unmoved = staticmethod(same_value)
+    same = unmoved = leads_to = staticmethod(same_value)
 
     def distance(self, entry: Tensor, position: Tensor) -> str:
         return f"state {bytes(position.tolist()).hex()[:32]}..."

@@ -40,6 +40,9 @@ class DeviceBackend(Protocol):
     def same(self, first: Any, second: Any) -> bool:
         """Tell whether two positions are equal."""
 
+    def leads_to(self, here: Any, end: Any) -> bool:
+        """Tell whether draws, or none, can move a stream from one position to another."""
+
     def unmoved(self, entry: Tensor, position: Any) -> bool:
         """Tell whether ``position`` is that of the value ``entry``."""
 
@@ -74,6 +77,10 @@ def device_index(handle: Generator) -> int:
     return 0 if device.type == "cpu" else torch.cuda.current_device()
 
 
+# 32-bit words that leads_to() looks ahead, about a millisecond. Where more follow it says no, which is always safe.
+_STEPS = 1 << 16
+
+
 class CPUBackend:
     """CPU streams: mt19937, moved by value.
 
@@ -89,7 +96,13 @@ class CPUBackend:
     # stream sees the stale bytes; this package never does.
     device_type = "cpu"
 
+    # Note [Two threads may fork at once]
+    # Forks of one thread end in the reverse order of their beginning; those of two threads need not. Each binding
+    # therefore knows the one under it: one that ends below another hands on what it would have gone back to, so that
+    # when all have ended the default generator has its own stream again. (What was drawn meanwhile came from whichever
+    # stream was bound: the default generator belongs to the process.)
     def __init__(self) -> None:
+        self._open: list[list[Generator]] = []
         self._default = torch.default_generator
         self._bound: Generator = self._default
         self._parked = self._default.get_state()  # of use only while another stream is bound
@@ -113,6 +126,14 @@ class CPUBackend:
     position = read
     same = unmoved = staticmethod(same_value)
 
+    def leads_to(self, here: Tensor, end: Tensor) -> bool:
+        if same_value(here, end):
+            return True
+        start, goal = decode_state(here), decode_state(end)
+        if not isinstance(start, MT19937State) or not isinstance(goal, MT19937State):
+            return False
+        return count_words(start, goal, limit=_STEPS) is not None
+
     def distance(self, entry: Tensor, position: Tensor) -> str:
         start, end = decode_state(entry), decode_state(position)
         if not isinstance(start, MT19937State) or not isinstance(end, MT19937State):
@@ -125,10 +146,16 @@ class CPUBackend:
         handle.manual_seed(seed)
         return handle
 
-    def bind(self, handle: Generator) -> Generator:
+    def bind(self, handle: Generator) -> list[Generator]:
+        binding = [self._bound]
+        self._open.append(binding)
+        self._swap(handle)
+        return binding
+
+    def _swap(self, handle: Generator) -> None:
         outgoing = self._bound
         if handle is outgoing:
-            return outgoing
+            return
         live = self._default.get_state()
         if outgoing is self._default:
             self._parked = live
@@ -136,16 +163,20 @@ class CPUBackend:
             outgoing.set_state(live)
         self._default.set_state(self._parked if handle is self._default else handle.get_state())
         self._bound = handle
-        return outgoing
 
-    def unbind(self, token: Generator) -> None:
-        self.bind(token)
+    def unbind(self, token: list[Generator]) -> None:
+        back = _end_binding(self._open, token)
+        if back is not None:
+            self._swap(back)
 
 
 class CUDABackend:
     """CUDA streams outside graph capture: philox, several handles may share one state."""
 
     device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[list[Generator]]] = {}
 
     def default(self, index: int) -> Generator:
         handle: Generator = torch.cuda.default_generators[index].graphsafe_get_state()
@@ -167,6 +198,9 @@ class CUDABackend:
     def same(self, first: int, second: int) -> bool:
         return first == second
 
+    def leads_to(self, here: int, end: int) -> bool:
+        return here <= end
+
     def unmoved(self, entry: Tensor, position: int) -> bool:
         return offset_word(entry) == position
 
@@ -183,14 +217,31 @@ class CUDABackend:
         handle.manual_seed(seed)
         return handle
 
-    def bind(self, handle: Generator) -> tuple[Generator, Generator]:
-        default = torch.cuda.default_generators[device_index(handle)]
-        outer = default.graphsafe_get_state()
+    def bind(self, handle: Generator) -> tuple[int, list[Generator]]:
+        index = device_index(handle)
+        default = torch.cuda.default_generators[index]
+        binding = [default.graphsafe_get_state()]
+        self._open.setdefault(index, []).append(binding)
         default.graphsafe_set_state(handle)
-        return default, outer
+        return index, binding
 
-    def unbind(self, token: tuple[Generator, Generator]) -> None:
-        token[0].graphsafe_set_state(token[1])
+    def unbind(self, token: tuple[int, list[Generator]]) -> None:
+        index, binding = token
+        back = _end_binding(self._open[index], binding)
+        if back is not None:
+            torch.cuda.default_generators[index].graphsafe_set_state(back)
+
+
+def _end_binding(open_bindings: list[list[Generator]], binding: list[Generator]) -> Generator | None:
+    """Forget a binding; return what the default generator must be bound to now, or None if it stays as it is."""
+    # See Note [Two threads may fork at once]
+    if open_bindings[-1] is binding:
+        open_bindings.pop()
+        return binding[0]
+    place = next(number for number, other in enumerate(open_bindings) if other is binding)
+    open_bindings[place + 1][0] = binding[0]
+    del open_bindings[place]
+    return None
 
 
 _BACKENDS: dict[str, DeviceBackend] = {"cpu": CPUBackend(), "cuda": CUDABackend()}

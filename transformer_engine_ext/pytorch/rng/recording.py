@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Generator, Tensor
@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from transformer_engine_ext.pytorch.rng.capture import capturing, require_registered
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of
 
-__all__ = ["Recording", "StreamTable", "note_birth", "note_table", "noted_handles", "touch"]
+__all__ = ["Recording", "StreamTable", "note_birth", "note_table", "noted_handles", "reborn", "touch", "watch_forks"]
 
 # Note [Saved states are values]
 # A live handle moves with every draw, also with the draws of the very forward pass it was "saved" for: rewinding to it
@@ -49,11 +49,13 @@ class Recording:
         One entry per stream, in the order of first touch; values are ``uint8`` CPU tensors.
     known : set of int
         ``id`` of every handle that needs no noting: noted already, or made since.
+    births : list of tuple
+        ``(tracker, name, handle)`` of every stream made since, in order; the tracker is None where none added it.
     tables : list of tuple
         ``(tracker, states_, seeds_)`` as they were before the set of streams first changed.
     """
 
-    __slots__ = ("backends", "born", "handles", "known", "names", "tables", "values")
+    __slots__ = ("backends", "births", "handles", "known", "names", "tables", "values")
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -61,7 +63,7 @@ class Recording:
         self.handles: list[Generator] = []
         self.values: list[Tensor] = []
         self.known: set[int] = set()
-        self.born: list[Generator] = []
+        self.births: list[tuple[StreamTable | None, str, Generator]] = []
         self.tables: list[tuple[StreamTable, dict[str, Generator], set[int]]] = []
 
     def record(self, name: str, backend: DeviceBackend, handle: Generator, value: Tensor) -> None:
@@ -79,6 +81,10 @@ class Recording:
     def close(self) -> None:
         """Stop receiving touches."""
         _stack.open.remove(self)
+
+    def reborn(self, tracker: StreamTable, name: str) -> Generator | None:
+        """Return the generator to use for a stream that is being added; None for a new one."""
+        return None
 
     def positions(self) -> list[Any]:
         """Return where each noted stream stands now."""
@@ -110,6 +116,8 @@ def touch(name: str, handle: Generator) -> None:
     """
     stack = _stack.open
     if not stack:
+        if _watcher is not None:
+            _watcher(name)
         return
     key = id(handle)
     backend, value = None, None
@@ -124,16 +132,36 @@ def touch(name: str, handle: Generator) -> None:
         recording.record(name, backend, handle, value)
 
 
+_watcher: Callable[[str], None] | None = None
+
+
+def watch_forks(watcher: Callable[[str], None] | None) -> None:
+    """Have a function called with the name of every stream that is touched in a thread without open recordings."""
+    global _watcher
+    _watcher = watcher
+
+
 def noted_handles() -> list[Generator]:
     """Return the streams that the open recordings of this thread have noted, or that were made inside them."""
-    return [handle for recording in _stack.open for handle in (*recording.handles, *recording.born)]
+    noted = [handle for recording in _stack.open for handle in recording.handles]
+    return noted + [handle for recording in _stack.open for _, _, handle in recording.births]
 
 
-def note_birth(handle: Generator) -> None:
+def note_birth(handle: Generator, name: str = "", tracker: StreamTable | None = None) -> None:
     """Tell the open recordings that a stream was made inside them, so that it has no earlier value to go back to."""
     for recording in _stack.open:
         recording.known.add(id(handle))
-        recording.born.append(handle)  # kept alive: a freed id could become another generator's
+        recording.births.append((tracker, name, handle))  # kept alive: a freed id could become another generator's
+
+
+def reborn(tracker: StreamTable, name: str) -> Generator | None:
+    """Return the generator that forward made for a stream which a recompute adds again, or None."""
+    # See Note [A stream made inside a region keeps its generator]
+    for recording in reversed(_stack.open):
+        handle = recording.reborn(tracker, name)
+        if handle is not None:
+            return handle
+    return None
 
 
 def note_table(tracker: StreamTable) -> None:

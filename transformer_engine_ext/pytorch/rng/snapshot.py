@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from transformer_engine_ext.errors import UnsupportedCaptureError, UnsupportedDeviceError
 from transformer_engine_ext.pytorch.rng.capture import SavedWords, set_host_offset
 from transformer_engine_ext.pytorch.rng.coverage import Foreign, cuda_in_use, default_streams
-from transformer_engine_ext.pytorch.rng.devices import backend_of
+from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of, same_value
 from transformer_engine_ext.pytorch.rng.native import warm_up
 from transformer_engine_ext.pytorch.rng.recording import Recording, StreamTable
 from transformer_engine_ext.pytorch.rng.state import PhiloxState, offset_word
@@ -147,7 +147,7 @@ class Rewound(Recording):
     Attributes
     ----------
     complete : bool
-        Set to False by the engine when it stopped the recompute early.
+        Set to False by the engine when it stopped the recompute early, after ``may_stop`` allowed it.
     reached, strayed : list
         Where the snapshot's streams, and the streams that only the recompute touched, stood when it ended.
     """
@@ -157,7 +157,7 @@ class Rewound(Recording):
     # Exit undoes it in this order: streams that only the recompute touched, the covered ones, sets of streams, foreign
     # trackers, and last the binding of the default generators. Each step runs even if another fails, so a recompute
     # that raises leaves no trace, and one that does not leaves every stream where it would stand without it.
-    __slots__ = ("_undo", "complete", "foreign_reached", "reached", "snapshot", "strayed")
+    __slots__ = ("_reborn", "_undo", "complete", "foreign_reached", "reached", "snapshot", "strayed")
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
@@ -167,6 +167,7 @@ class Rewound(Recording):
         self.reached: list[Any] = []
         self.strayed: list[Any] = []
         self.foreign_reached: dict[str, Tensor] = {}
+        self._reborn: dict[tuple[int, str], int] = {}
         self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
     def __enter__(self) -> Rewound:
@@ -214,9 +215,7 @@ class Rewound(Recording):
             if kind is None and self.snapshot.ends is not None:
                 self.strayed = self.positions()
                 if self.complete:
-                    self.reached = self.snapshot.positions()
-                    if self.snapshot.foreign is not None:
-                        self.foreign_reached = self.snapshot.foreign.positions()
+                    self._look()
         finally:
             self._restore()
 
@@ -234,6 +233,47 @@ class Rewound(Recording):
                 failed = failed or error
         if failed is not None:
             raise failed
+
+    # Note [A stream made inside a region keeps its generator]
+    # A recompute that adds a stream gets the generator that forward's add() made, started anew, and exit puts back
+    # where it stood. So a region nested in this one, whose own recompute may come later, and the tracker name the same
+    # generator.
+    def reborn(self, tracker: StreamTable, name: str) -> Generator | None:
+        """Return forward's generator for a stream that is being added again; None if forward added none."""
+        born = [handle for owner, known, handle in self.snapshot.births if owner is tracker and known == name]
+        used = self._reborn.get((id(tracker), name), 0)
+        if used >= len(born):
+            return None
+        self._reborn[id(tracker), name] = used + 1
+        handle = born[used]
+        backend = backend_of(handle)
+        self._undo.append((backend.write, (handle, backend.read(handle))))
+        return handle
+
+    # Note [An early stop is audited]
+    # A recompute that stops at the last tensor that backward needs has not made the draws behind it. So each stream
+    # must stand where forward ended, or where more draws lead there; otherwise the function goes on to its end, where
+    # the audit compares exactly. Of the default CUDA stream forward also noted where it stood at each saved tensor,
+    # which takes a third of a microsecond, and the stop compares with that; a CPU stream's state is too large for it.
+    def may_stop(self) -> bool:
+        """Tell whether the streams stand where forward stood, or may have stood, before its end."""
+        ends = self.snapshot.ends
+        if ends is None:  # a backward inside the region: forward has not ended
+            return True
+        self._look()
+        if not all(map(_leads_to, self.snapshot.backends, self.reached, ends)):
+            return False
+        foreign = self.snapshot.foreign_ends
+        return all(name in foreign and same_value(foreign[name], end) for name, end in self.foreign_reached.items())
+
+    def _look(self) -> None:
+        self.reached = self.snapshot.positions()
+        if self.snapshot.foreign is not None:
+            self.foreign_reached = self.snapshot.foreign.positions()
+
+
+def _leads_to(backend: DeviceBackend, here: Any, end: Any) -> bool:
+    return backend.leads_to(here, end)
 
 
 def _set_table(tracker: StreamTable, states: dict[str, Generator], seeds: set[int]) -> None:

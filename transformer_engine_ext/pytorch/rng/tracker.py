@@ -21,7 +21,7 @@ from transformer_engine_ext.errors import (
     UnsupportedDeviceError,
 )
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of, device_index, get_backend
-from transformer_engine_ext.pytorch.rng.recording import note_birth, note_table, touch
+from transformer_engine_ext.pytorch.rng.recording import note_birth, note_table, reborn, touch
 from transformer_engine_ext.pytorch.rng.registry import register_tracker
 from transformer_engine_ext.pytorch.rng.state import MT19937State, PhiloxState, decode_state
 
@@ -174,13 +174,16 @@ class CudaRNGStatesTracker:
                 )
         note_table(self)
         for handle in born:
-            note_birth(handle)
+            note_birth(handle, "", None)
         for name, handle in handles.items():
             touch(name, handle)
         for handle, value in writes:
             backend_of(handle).write(handle, value)
         self._states = handles
 
+    # Note [Seeds that start one sequence]
+    # A generator takes a seed modulo 2**64 (so -1 is 2**64 - 1), and the CPU's twister uses the low 32 bits of that:
+    # streams whose seeds agree there are one and the same sequence.
     def add(self, name: str, seed: int) -> None:
         """Add a stream at the start of a seed.
 
@@ -202,11 +205,16 @@ class CudaRNGStatesTracker:
             seed = operator.index(seed)
         except TypeError:
             raise TypeError(f"the seed of stream {name!r} must be an integer, got {type(seed).__name__}") from None
-        if seed in self.seeds_:
-            raise StreamExistsError(
-                f"seed {seed} already exists: another stream of this tracker starts from it, so stream {name!r} would "
-                f"draw the same numbers. Streams: {_listed(self._states)}. Choose another seed, or reset() first"
-            )
+        bits = 32 if self._device_type() == "cpu" else 64
+        for other in self.seeds_:
+            # See Note [Seeds that start one sequence]
+            if (other - seed) % (1 << bits) == 0:
+                same = "" if other == seed else f" as {other}, of which a generator takes the same {bits} bits"
+                raise StreamExistsError(
+                    f"seed {seed} already exists{same}: another stream of this tracker starts from it, so stream "
+                    f"{name!r} would draw the same numbers. Streams: {_listed(self._states)}. Choose another seed, or "
+                    "reset() first"
+                )
         if name in self._states:
             raise StreamExistsError(
                 f"cuda rng state {name} already exists. Streams: {_listed(self._states)}. "
@@ -214,8 +222,12 @@ class CudaRNGStatesTracker:
             )
         backend, index = self._placement()
         handle = backend.new_stream(seed, index)
+        again = reborn(self, name)
+        if again is not None:
+            backend.write(again, backend.read(handle))
+            handle = again
         note_table(self)
-        note_birth(handle)
+        note_birth(handle, name, self)
         self._states[name] = handle
         self.seeds_.add(seed)
 
@@ -235,8 +247,13 @@ class CudaRNGStatesTracker:
         """
         return _Fork(self, name)
 
+    def _device_type(self) -> str:
+        if self._device is not None:
+            return self._device.type
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
     def _placement(self) -> tuple[DeviceBackend, int]:
-        device = self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = self._device or torch.device(self._device_type())
         backend = get_backend(device.type)
         if device.type == "cpu":
             return backend, 0
@@ -303,8 +320,9 @@ class _Fork(ContextDecorator):
 
 def covers_itself(tracker: object) -> bool:
     """Tell whether a tracker's forks report their streams, so that a snapshot need not cover them at entry."""
-    # A subclass with a fork of its own may move streams in another way; covering it whole is always right.
-    return isinstance(tracker, CudaRNGStatesTracker) and type(tracker).fork is CudaRNGStatesTracker.fork
+    # A subclass with a fork of its own may move streams in another way; covering it whole is always right. A class of
+    # another library that was given this very fork reports as ours do.
+    return getattr(type(tracker), "fork", None) is CudaRNGStatesTracker.fork
 
 
 def _checked(name: str, handle: Generator, value: Tensor) -> Tensor:
