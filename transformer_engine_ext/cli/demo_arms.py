@@ -117,7 +117,7 @@ class Training:
             trace.losses.append(loss.item())
             self.optimizer.step()
             self.optimizer.zero_grad()
-        trace.streams = self.rng.state_dict()["streams"]
+        trace.streams = self.rng.states()
         trace.recomputes, trace.regions = counter.backward, counter.forward
         return trace
 

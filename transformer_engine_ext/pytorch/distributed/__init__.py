@@ -16,12 +16,14 @@ from transformer_engine_ext.pytorch.distributed.groups import (
     initialize_affine_weight_gpu,
 )
 from transformer_engine_ext.pytorch.distributed.parallel_rng import ParallelRNG
+from transformer_engine_ext.pytorch.distributed.resharding import LoadReport
 from transformer_engine_ext.pytorch.distributed.streams import (
     StreamSpec,
     colossalai_streams,
     deepspeed_streams,
     megatron_streams,
 )
+from transformer_engine_ext.pytorch.distributed.topology import from_megatron
 from transformer_engine_ext.pytorch.recompute import (
     activation_recompute_forward,
     gather_split_1d_tensor,
@@ -51,6 +53,7 @@ checkpoint = te_checkpoint
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "LoadReport",
     "ParallelRNG",
     "StreamSpec",
     "_get_cuda_rng_state",
@@ -61,6 +64,7 @@ __all__ = [
     "deepspeed_streams",
     "derive_seed",
     "derive_seeds",
+    "from_megatron",
     "gather_split_1d_tensor",
     "get_activation_recompute_contexts",
     "get_all_rng_states",

@@ -10,26 +10,30 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from transformer_engine_ext.errors import LayoutMismatchError, StateFormatError
+from transformer_engine_ext.pytorch.distributed.arguments import (
+    check_device,
+    check_streams,
+    check_timeout,
+    check_tracker,
+    choose,
+)
 from transformer_engine_ext.pytorch.distributed.collectives import DEFAULT_TIMEOUT, ControlGroup
+from transformer_engine_ext.pytorch.distributed.collisions import audit_seeds
 from transformer_engine_ext.pytorch.distributed.derivations import DERIVATIONS, check_seed, derive_table
 from transformer_engine_ext.pytorch.distributed.held_streams import HeldStreams
-from transformer_engine_ext.pytorch.distributed.rng_file import FORMAT, VERSION, Header
-from transformer_engine_ext.pytorch.distributed.saved_streams import load_streams, save_streams
-from transformer_engine_ext.pytorch.distributed.streams import (
-    DEFAULT_STREAM,
-    KNOWN_AXES,
-    StreamSpec,
-    check_collisions,
-    standard_streams,
-)
-from transformer_engine_ext.pytorch.distributed.topology import Layout, Topology, describe_place, resolve_topology
+from transformer_engine_ext.pytorch.distributed.resharding import LoadReport
+from transformer_engine_ext.pytorch.distributed.saved_streams import fresh_state, load_streams, save_streams
+from transformer_engine_ext.pytorch.distributed.saved_table import Header, state_of
+from transformer_engine_ext.pytorch.distributed.state_dicts import pack_rank, unpack_rank
+from transformer_engine_ext.pytorch.distributed.streams import StreamSpec, standard_streams
+from transformer_engine_ext.pytorch.distributed.topology import Layout, Topology, resolve_topology
 from transformer_engine_ext.pytorch.rng import CudaRNGStatesTracker
 
 __all__ = ["ParallelRNG"]
 
-_ON_LAYOUT_CHANGE = ("error",)
+_ON_CHANGE = ("error", "rederive")
 
 
 class ParallelRNG:
@@ -37,8 +41,9 @@ class ParallelRNG:
 
     Parameters
     ----------
-    topology : DeviceMesh, mapping of str to ProcessGroup, or None
-        Where this rank stands: a mesh with named dimensions, or this rank's group per axis. None: no axes.
+    topology : DeviceMesh, list of DeviceMesh, mapping of str to ProcessGroup, or None
+        Where this rank stands: a mesh with named dimensions, several of them, or this rank's group per axis, such as
+        :func:`from_megatron` returns. None: no axes. See :func:`resolve_topology`.
     streams : sequence of StreamSpec, optional
         The streams; default: those of the system that `derivation` names, with ``"fold_in"`` those of
         :func:`megatron_streams`. An axis that the topology lacks counts as one of size 1.
@@ -48,11 +53,13 @@ class ParallelRNG:
         How seeds follow from the job's seed: ``"megatron"``, ``"deepspeed"``, ``"colossalai"`` or ``"fold_in"``; see
         :func:`derive_table`.
     on_layout_change : str
-        What :meth:`load` does with a file of another layout: ``"error"`` refuses it.
+        What :meth:`load` does with a file of another layout: ``"error"`` refuses it, ``"rederive"`` keeps the streams
+        that do not vary over a changed axis, and continues the others past everything that was drawn; see
+        Note [Streams on another layout].
     device : torch.device, str or int, optional
         Whose streams these are; by default the current CUDA device, or the CPU if there is none.
-    timeout : timedelta
-        How long :meth:`save` and :meth:`load` wait for the other ranks.
+    timeout : timedelta or float
+        How long :meth:`verify`, :meth:`save` and :meth:`load` wait for the other ranks; a number is seconds.
 
     Attributes
     ----------
@@ -91,19 +98,20 @@ class ParallelRNG:
         derivation: str = "megatron",
         on_layout_change: str = "error",
         device: torch.device | str | int | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
     ) -> None:
-        _choose("derivation", derivation, DERIVATIONS)
+        choose("derivation", derivation, DERIVATIONS)
         self.derivation = derivation
-        self.on_layout_change = _choose("on_layout_change", on_layout_change, _ON_LAYOUT_CHANGE)
+        self.on_layout_change = choose("on_layout_change", on_layout_change, _ON_CHANGE)
         self.layout: Layout = resolve_topology(topology)
-        self.streams = _check_streams(
+        self.streams = check_streams(
             standard_streams(derivation, self.layout.axes) if streams is None else streams, self.layout
         )
-        device = _device(device)
-        self.tracker = CudaRNGStatesTracker(device) if tracker is None else tracker
-        self._control = ControlGroup(timeout)
+        device = check_device(device)
+        self.tracker = check_tracker(tracker, device)
+        self._control = ControlGroup(check_timeout(timeout))
         self._seed: int | None = None
+        self._generation = 0
         self._held = HeldStreams(self.streams, self.tracker, device)
 
     def seed(self, seed: int) -> None:
@@ -120,38 +128,42 @@ class ParallelRNG:
         Raises
         ------
         SeedCollisionError
-            If two streams of one rank would draw the same numbers. Nothing is changed then.
+            If two streams of one rank, of any rank, would draw the same numbers. Nothing is changed then.
         ValueError, TypeError
             If the seed is out of range or no int, or a stream lacks what the derivation needs.
+
+        Warns
+        -----
+        SeedCollisionWarning
+            On rank 0, if streams of different ranks start from one seed; with a table of them.
         """
         # See Note [Streams that may share a seed]
         bits = self._held.seed_bits
         seed = check_seed(seed)
         table = derive_table(self.derivation, self.streams, seed, self.layout.axes, bits=bits)
-        for place in self.layout.places():
-            seeds = {name: stream.at(place) for name, stream in table.items()}
-            check_collisions(self.streams, seeds, bits=bits, where=f"the rank at {describe_place(place)}")
+        audit_seeds(table, self.layout, bits=bits, derivation=self.derivation)
         self._held.seed({name: stream.at(self.layout.coordinates) for name, stream in table.items()})
-        self._seed = seed
+        self._seed, self._generation = seed, 0
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the value of each of this rank's streams: name to ``uint8`` on the CPU. Local, changes nothing.
+
+        16 bytes philox (seed, offset) for a stream on CUDA, 5056 bytes mt19937 for one on the CPU.
+        """
+        return self._held.read()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's streams as values. Local, draws nothing, changes nothing.
+        """Return this rank's streams as values, for a checkpoint. Local, draws nothing, changes nothing.
+
+        With this and :meth:`load_state_dict` the object is a ``Stateful`` of ``torch.distributed.checkpoint``.
 
         Returns
         -------
         dict
-            ``format``, ``version``, ``axes``, ``coordinates``, ``world_size``, ``seed`` and ``streams``: per stream
-            its state, ``uint8`` on the CPU (16 bytes philox or 5056 bytes mt19937).
+            One entry, whose key names the rank and the layout: ``description`` (JSON text) and ``streams``, as from
+            :meth:`states`. See Note [A key per rank].
         """
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "axes": dict(self.layout.axes),
-            "coordinates": dict(self.layout.coordinates),
-            "world_size": self.layout.world_size,
-            "seed": self._seed,
-            "streams": self._held.read(),
-        }
+        return pack_rank(self.layout, self._header(), self._held.read())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put this rank's streams, in place, where :meth:`state_dict` found them. Local.
@@ -159,22 +171,14 @@ class ParallelRNG:
         Raises
         ------
         StateFormatError
-            If it is no such dictionary, of another version, or a state was cast or cut.
+            If it is no such dictionary, of another version, or a state was changed or cut. A state that was moved to
+            a device or cast to a floating type is read back.
         LayoutMismatchError
-            If it was taken on another layout, at other coordinates, or of other streams. For any error, nothing is
-            changed.
+            If it was taken on another layout, by another rank, or of other streams. For any error, nothing is changed.
         """
-        _check_dictionary(state_dict)
-        saved = (dict(state_dict["axes"]), int(state_dict["world_size"]), dict(state_dict["coordinates"]))
-        here = (self.layout.axes, self.layout.world_size, self.layout.coordinates)
-        if saved != here:
-            raise LayoutMismatchError(
-                f"the dictionary was taken with axes {saved[0]}, world size {saved[1]}, at coordinates {saved[2]}; "
-                f"this rank has axes {here[0]}, world size {here[1]} and coordinates {here[2]}. Nothing was changed; "
-                "resume on the layout that saved it"
-            )
-        self._held.write(state_dict["streams"])
-        self._seed = state_dict["seed"]
+        saved, states = unpack_rank(state_dict, self.layout, self._header())
+        self._held.write({name: state_of(state) for name, state in states.items()})
+        self._seed, self._generation = saved.seed, saved.generation
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the streams of all ranks to one ``safetensors`` file. Collective: every rank must call it.
@@ -186,12 +190,18 @@ class ParallelRNG:
         ------
         PeerFailureError
             If another rank died or did not come within the time-out.
+        LayoutMismatchError
+            If the ranks do not save the same things.
         OSError
-            If rank 0 could not write; raised on every rank.
+            If rank 0 could not write.
+        Exception
+            What a rank failed with, on every rank.
         """
-        save_streams(path, self._control, self.layout, self._header(), self._held.read())
+        save_streams(path, self._control, self.layout, lambda: (self._header(), self._held.read()))
 
-    def load(self, path: str | os.PathLike[str], on_layout_change: str | None = None) -> None:
+    def load(
+        self, path: str | os.PathLike[str], on_layout_change: str | None = None, on_stream_change: str = "error"
+    ) -> LoadReport:
         """Put the streams of all ranks, in place, where :meth:`save` found them. Collective.
 
         Each rank reads its own row. The ranks agree that all of them can load before any of them changes anything.
@@ -199,14 +209,23 @@ class ParallelRNG:
         Parameters
         ----------
         path : path-like
-            The file; every rank must be able to read it.
+            The file; every rank must be able to read it. Or the folder of a ``torch.distributed.checkpoint`` that has
+            this object's :meth:`state_dict` in it.
         on_layout_change : str, optional
             Overrides the constructor's.
+        on_stream_change : str
+            For streams that only the file has, or only this job, or that are declared otherwise: ``"error"`` refuses,
+            ``"rederive"`` drops the first, and starts the others from the derivation's seed, past what was drawn.
+
+        Returns
+        -------
+        LoadReport
+            What was done with each stream.
 
         Raises
         ------
         LayoutMismatchError
-            If the file is of another layout or other streams; names both.
+            If the file is of another layout or other streams, and may not be; names both.
         StateFormatError
             If it is no such file, of another version, truncated or damaged.
         OSError
@@ -214,11 +233,20 @@ class ParallelRNG:
         PeerFailureError
             If another rank died or did not come within the time-out.
         """
-        if on_layout_change is not None:
-            _choose("on_layout_change", on_layout_change, _ON_LAYOUT_CHANGE)
-        header, states = load_streams(path, self._control, self.layout, self._header(), self._held.check)
+
+        def policies() -> tuple[str, str]:
+            layout_policy = self.on_layout_change if on_layout_change is None else on_layout_change
+            return (
+                choose("on_layout_change", layout_policy, _ON_CHANGE),
+                choose("on_stream_change", on_stream_change, _ON_CHANGE),
+            )
+
+        saved, states, report = load_streams(
+            path, self._control, self.layout, self._header, self._held.check, fresh_state, policies
+        )
         self._held.write(states)
-        self._seed = header.seed
+        self._seed, self._generation = saved.seed, report.generation
+        return report
 
     def _header(self) -> Header:
         return Header(
@@ -227,52 +255,5 @@ class ParallelRNG:
             streams=tuple(self._held.describe()),
             seed=self._seed,
             derivation=self.derivation,
+            generation=self._generation,
         )
-
-
-def _check_dictionary(state_dict: Mapping[str, Any]) -> None:
-    missing = {"format", "version", "axes", "coordinates", "world_size", "seed", "streams"} - set(state_dict)
-    if missing or state_dict["format"] != FORMAT:
-        raise StateFormatError(
-            f"this is no dictionary of ParallelRNG.state_dict(): it has the keys {sorted(map(str, state_dict))}, and "
-            f"format={state_dict.get('format')!r} instead of {FORMAT!r}. Nothing was changed"
-        )
-    if state_dict["version"] != VERSION:
-        raise StateFormatError(
-            f"the dictionary is of version {state_dict['version']}, this release reads version {VERSION}. Nothing was "
-            "changed; load it with the release of transformer-engine-ext that made it"
-        )
-
-
-def _choose(what: str, value: str, accepted: Sequence[str]) -> str:
-    if value not in accepted:
-        raise ValueError(f"{what}={value!r} is not available; this release accepts {', '.join(map(repr, accepted))}")
-    return value
-
-
-def _device(device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
-def _check_streams(streams: Sequence[StreamSpec], layout: Layout) -> tuple[StreamSpec, ...]:
-    streams = tuple(streams)
-    for index, spec in enumerate(streams):
-        if not isinstance(spec, StreamSpec):
-            raise TypeError(f"streams holds StreamSpec objects, got {type(spec).__name__} at position {index}")
-        if any(other.name == spec.name for other in streams[:index]):
-            raise ValueError(f"stream {spec.name!r} is declared twice")
-        known = {*KNOWN_AXES, *layout.axes}
-        for axis in (*spec.varies_over, *spec.lockstep_over):
-            if axis not in known:
-                raise ValueError(
-                    f"stream {spec.name!r} names the axis {axis!r}, which the topology does not have "
-                    f"({layout.describe()}) and which has no fixed meaning ({', '.join(KNOWN_AXES)})"
-                )
-    if not any(spec.name == DEFAULT_STREAM for spec in streams):
-        raise ValueError(
-            f"no stream named {DEFAULT_STREAM!r} among {[spec.name for spec in streams]}; every job draws from the "
-            "default generator, so declare StreamSpec('default', ..., is_default=True)"
-        )
-    return streams

@@ -5,109 +5,44 @@
 One `safetensors <https://github.com/huggingface/safetensors>`_ file: no pickle, readable without
 ``torch.distributed`` or a GPU. Tensors, with ``R`` ranks, ``A`` axes and ``S`` streams of the kind:
 
-===============  ==========================  =====================================================================
-``coordinates``  ``int32 [R, A]``            position of each rank on each axis
-``philox``       ``uint64 [R, S_cuda, 2]``   seed and offset (random numbers per thread, a multiple of 4)
-``mt19937``      ``uint8 [R, S_cpu, 5056]``  ``torch.Generator.get_state()`` of CPU streams
-===============  ==========================  =====================================================================
+================  =====================  ==========================================================================
+``coordinates``   ``int32 [R, A]``       position of each rank on each axis
+``philox``        ``uint64 [R, S, 2]``   CUDA streams: seed and offset (random numbers per thread, a multiple of 4)
+``mt19937``       ``uint8 [U, 5056]``    CPU streams: the different states, as of ``torch.Generator.get_state()``
+``mt19937_rows``  ``int32 [R, S]``       which of them each rank's streams are at
+================  =====================  ==========================================================================
 
-and a JSON header under ``header`` in the file's metadata: axis sizes, the streams in the order of their columns, and a
-checksum per rank's row.
+States of another kind (``python``, ``numpy``) are stored like ``mt19937``. A JSON header under ``header`` in the file's
+metadata has axis sizes, the streams in the order of their columns, and a checksum per rank's row.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import safetensors
-import safetensors.torch
-import torch
-from torch import Tensor
+import safetensors.numpy
 
 from transformer_engine_ext.errors import StateFormatError
-from transformer_engine_ext.pytorch.rng.state import MT19937_STATE_BYTES, PHILOX_STATE_BYTES
+from transformer_engine_ext.pytorch.distributed.atomic_write import check_target
+from transformer_engine_ext.pytorch.distributed.saved_table import (
+    FORMAT,
+    PHILOX,
+    REMEDY,
+    VERSION,
+    Header,
+    Row,
+    digest_of,
+    row_checksum,
+)
 
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "Header",
-    "Row",
-    "encode",
-    "read_coordinates",
-    "read_header",
-    "read_row",
-    "state_bytes",
-    "write_atomically",
-]
+__all__ = ["encode", "read_coordinates", "read_header", "read_row", "read_rows"]
 
-FORMAT = "transformer_engine_ext.rng"
-#: Version of the layout described above. A reader refuses every other one.
-VERSION = 1
-
-_ENGINES = {"cuda": "philox", "cpu": "mt19937"}
-_STATE_BYTES = {"philox": PHILOX_STATE_BYTES, "mt19937": MT19937_STATE_BYTES}
-
-
-def state_bytes(device: str) -> int:
-    """Return the size of one state of a stream on ``"cuda"`` or ``"cpu"``, in bytes."""
-    return _STATE_BYTES[_ENGINES[device]]
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one rank contributes: its coordinates, in the order of the axes, and its states, in that of the streams."""
-
-    coordinates: tuple[int, ...]
-    states: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class Header:
-    """Contents of the JSON header.
-
-    Attributes
-    ----------
-    axes : dict of str to int
-        Axis sizes, in the order of the columns of ``coordinates``.
-    world_size : int
-        Number of ranks, and so of rows.
-    streams : tuple of dict
-        Per stream ``name``, ``device`` (``"cuda"`` or ``"cpu"``) and how it was declared.
-    seed : int or None
-        What the job was last seeded with, for the reader's information.
-    derivation : str
-        How the seeds followed from it.
-    checksums : tuple of str
-        Per rank; see :func:`_checksum`.
-    """
-
-    axes: dict[str, int]
-    world_size: int
-    streams: tuple[dict[str, Any], ...]
-    seed: int | None = None
-    derivation: str = "megatron"
-    checksums: tuple[str, ...] = ()
-
-    def columns(self, engine: str) -> list[str]:
-        """Return the names of the streams in one of the state tensors, in order."""
-        return [stream["name"] for stream in self.streams if _ENGINES[stream["device"]] == engine]
-
-
-# Note [A row knows its rank]
-# The checksum of a row covers the rank number and the coordinates besides the states. So a flipped bit, two rows that
-# changed places and a file put together from two others are all found, and each rank has to read its own row only.
-def _checksum(rank: int, row: Row) -> str:
-    digest = hashlib.blake2b(json.dumps([rank, *row.coordinates]).encode(), digest_size=8)
-    for state in row.states:
-        digest.update(state)
-    return digest.hexdigest()
+_Path = str | os.PathLike[str]
 
 
 def encode(header: Header, rows: Sequence[Row]) -> bytes:
@@ -120,76 +55,52 @@ def encode(header: Header, rows: Sequence[Row]) -> bytes:
     rows : sequence of Row
         One per rank, in the order of ranks.
     """
-    coordinates = torch.tensor([row.coordinates for row in rows], dtype=torch.int32)
+    coordinates = np.array([row.coordinates for row in rows], dtype=np.int32)
     tensors = {"coordinates": coordinates.reshape(len(rows), len(header.axes))}
-    for engine in _STATE_BYTES:
-        picked = [index for index, stream in enumerate(header.streams) if _ENGINES[stream["device"]] == engine]
-        if picked:
-            data = bytearray(b"".join(row.states[index] for row in rows for index in picked))
-            tensor = torch.frombuffer(data, dtype=torch.uint8).reshape(len(rows), len(picked), -1)
-            tensors[engine] = tensor.view(torch.uint64) if engine == "philox" else tensor
-    fields = {
-        "axes": header.axes,
-        "world_size": header.world_size,
-        "streams": header.streams,
-        "seed": header.seed,
-        "derivation": header.derivation,
-        "checksums": [_checksum(rank, row) for rank, row in enumerate(rows)],
-    }
-    text = json.dumps(fields)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    metadata = {"format": FORMAT, "version": str(VERSION), "header": text, "header_checksum": digest}
-    return safetensors.torch.save(tensors, metadata)
+    for engine in header.engines():
+        picked = header.positions(engine)
+        if engine == PHILOX:
+            data = b"".join(row.states[index] for row in rows for index in picked)
+            tensors[engine] = np.frombuffer(data, dtype="<u8").reshape(len(rows), len(picked), 2)
+            continue
+        # Note [Equal states are stored once]
+        # A CPU state has 5 KB, and most ranks of a large job stand at the same few of them, since seeds differ along
+        # few axes only. So the file holds every different state once, and a small number per rank and stream.
+        pool: dict[bytes, int] = {}
+        numbers = [[pool.setdefault(row.states[index], len(pool)) for index in picked] for row in rows]
+        tensors[engine] = np.frombuffer(b"".join(pool), dtype=np.uint8).reshape(len(pool), -1)
+        tensors[f"{engine}_rows"] = np.array(numbers, dtype=np.int32)
+    text = header.with_checksums(rows).to_json()
+    metadata = {"format": FORMAT, "version": str(VERSION), "header": text, "header_checksum": digest_of(text)}
+    encoded: bytes = safetensors.numpy.save(tensors, metadata)
+    return encoded
 
 
-# Note [A save never damages the former file]
-# The bytes go to a new file beside the target, reach the disk (fsync), and only then take the target's name in one
-# atomic step; fsync of the directory makes the step itself durable. A kill at any point leaves the former file whole
-# or the new one whole, and at worst a hidden *.tmp file that no reader looks at.
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file such that under its name there is always a whole one.
-
-    Raises
-    ------
-    OSError
-        If the directory does not exist or cannot be written; the former file then is as it was.
-    """
-    path = os.path.abspath(path)
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
+@contextmanager
+def _opened(path: _Path) -> Iterator[Any]:
+    check_target(path, "load")
     try:
-        with open(temporary, "xb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        with open(path, "rb"):
+            pass  # safetensors reports an unreadable file as a missing one
+        with safetensors.safe_open(os.fspath(path), framework="numpy") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        raise StateFormatError(f"{path}: no safetensors file, or a truncated one ({error}). {REMEDY}") from error
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
+def read_header(path: _Path) -> Header:
     """Read and check the header; no state is read.
 
     Raises
     ------
     OSError
-        If the file cannot be opened.
+        If the file cannot be opened, or is a folder or a device.
     StateFormatError
         If it is no file of this kind, of another version, truncated or damaged.
     """
-    try:
-        with safetensors.safe_open(os.fspath(path), framework="pt") as file:
-            metadata: Mapping[str, str] = file.metadata() or {}
-            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise StateFormatError(f"{path}: no safetensors file, or a truncated one ({error}). {_REMEDY}") from error
+    with _opened(path) as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if metadata.get("format") != FORMAT:
         raise StateFormatError(
             f"{path}: a safetensors file, but not of random-number streams: expected the metadata format={FORMAT!r}, "
@@ -201,55 +112,95 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             f"{VERSION}; load it with the release of transformer-engine-ext that wrote it"
         )
     text = metadata.get("header", "")
-    if hashlib.blake2b(text.encode(), digest_size=8).hexdigest() != metadata.get("header_checksum"):
-        raise StateFormatError(f"{path}: the header does not match its own checksum. {_REMEDY}")
+    if digest_of(text) != metadata.get("header_checksum"):
+        raise StateFormatError(f"{path}: the header does not match its own checksum. {REMEDY}")
     try:
-        fields = json.loads(text)
-        header = Header(**{**fields, "streams": tuple(fields["streams"]), "checksums": tuple(fields["checksums"])})
-        expected = {"coordinates": [header.world_size, len(header.axes)]}
-        for engine, words in (("philox", 2), ("mt19937", MT19937_STATE_BYTES)):
-            if columns := header.columns(engine):
-                expected[engine] = [header.world_size, len(columns), words]
+        header = Header.from_json(text)
+        expected = _expected_shapes(header, shapes)
     except (KeyError, TypeError, ValueError) as error:
-        raise StateFormatError(f"{path}: the header lacks or misuses a field ({error!r}). {_REMEDY}") from error
+        raise StateFormatError(f"{path}: the header lacks or misuses a field ({error!r}). {REMEDY}") from error
     if shapes != expected or len(header.checksums) != header.world_size:
-        raise StateFormatError(f"{path}: the header promises tensors {expected}, the file holds {shapes}. {_REMEDY}")
+        raise StateFormatError(f"{path}: the header promises tensors {expected}, the file holds {shapes}. {REMEDY}")
     return header
 
 
-def read_coordinates(path: str | os.PathLike[str]) -> Tensor:
-    """Return ``coordinates``, ``int32 [ranks, axes]``, of a file whose header has been read."""
-    with safetensors.safe_open(os.fspath(path), framework="pt") as file:
-        coordinates: Tensor = file.get_tensor("coordinates")
-    return coordinates
+def _expected_shapes(header: Header, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    expected: dict[str, tuple[int, ...]] = {"coordinates": (header.world_size, len(header.axes))}
+    for engine in header.engines():
+        columns = len(header.positions(engine))
+        if engine == PHILOX:
+            expected[engine] = (header.world_size, columns, 2)
+            continue
+        pool = shapes.get(engine, (0, 0))  # how many different states there are is the file's own
+        expected[engine] = (pool[0], header.state_bytes(engine) or pool[-1])
+        expected[f"{engine}_rows"] = (header.world_size, columns)
+    return expected
 
 
-def read_row(path: str | os.PathLike[str], header: Header, rank: int) -> dict[str, Tensor]:
-    """Read the states of the rank that saved as `rank`.
+def read_coordinates(path: _Path) -> list[tuple[int, ...]]:
+    """Return each rank's position on each axis, of a file whose header has been read."""
+    with _opened(path) as file:
+        return [tuple(place) for place in file.get_tensor("coordinates").tolist()]
 
-    Returns
-    -------
-    dict of str to torch.Tensor
-        Per stream its state, one-dimensional ``uint8`` on the CPU.
+
+def read_row(path: _Path, header: Header, rank: int) -> Row:
+    """Read what the rank that saved as `rank` contributed; the rows of the others are not read.
 
     Raises
     ------
     StateFormatError
         If the row does not match its checksum.
     """
-    found: dict[str, Tensor] = {}
-    with safetensors.safe_open(os.fspath(path), framework="pt") as file:
+    states: dict[int, bytes] = {}
+    with _opened(path) as file:
         place = tuple(file.get_slice("coordinates")[rank].tolist())
-        for engine in _STATE_BYTES:
-            columns = header.columns(engine)
-            if columns:
-                states = file.get_slice(engine)[rank].contiguous().view(torch.uint8)
-                found.update(zip(columns, (state.clone() for state in states), strict=True))
-    row = Row(place, tuple(bytes(found[stream["name"]].tolist()) for stream in header.streams))
+        for engine in header.engines():
+            if engine == PHILOX:
+                found = [state.tobytes() for state in file.get_slice(engine)[rank]]
+            else:
+                pool = file.get_slice(engine)
+                numbers = file.get_slice(f"{engine}_rows")[rank].tolist()
+                _check_numbers(path, numbers, pool.get_shape()[0])
+                found = [pool[number].tobytes() for number in numbers]
+            states.update(zip(header.positions(engine), found, strict=True))
+    row = Row(place, tuple(states[index] for index in range(len(header.streams))))
+    _check_row(path, header, rank, row)
+    return row
+
+
+def read_rows(path: _Path, header: Header) -> list[Row]:
+    """Read the rows of all ranks, in the order of ranks.
+
+    Raises
+    ------
+    StateFormatError
+        If a row does not match its checksum.
+    """
+    columns: dict[int, list[bytes]] = {}
+    for engine in header.engines():
+        picked = header.positions(engine)
+        with _opened(path) as file:
+            table = file.get_tensor(engine)
+            numbers = None if engine == PHILOX else file.get_tensor(f"{engine}_rows")
+        if numbers is None:
+            columns.update({index: [pair.tobytes() for pair in table[:, at]] for at, index in enumerate(picked)})
+            continue
+        _check_numbers(path, [int(numbers.min(initial=0)), int(numbers.max(initial=0))], len(table))
+        pool = [state.tobytes() for state in table]  # See Note [Equal states are stored once]
+        columns.update({index: [pool[n] for n in numbers[:, at].tolist()] for at, index in enumerate(picked)})
+    rows = []
+    for rank, place in enumerate(read_coordinates(path)):
+        rows.append(Row(place, tuple(columns[index][rank] for index in range(len(header.streams)))))
+        _check_row(path, header, rank, rows[-1])
+    return rows
+
+
+def _check_numbers(path: _Path, numbers: Sequence[int], size: int) -> None:
+    if any(not 0 <= number < size for number in numbers):
+        raise StateFormatError(f"{path}: a row points at a state that the file does not hold. {REMEDY}")
+
+
+def _check_row(path: _Path, header: Header, rank: int, row: Row) -> None:
     # See Note [A row knows its rank]
-    if _checksum(rank, row) != header.checksums[rank]:
-        raise StateFormatError(f"{path}: the row of rank {rank} does not match its checksum. {_REMEDY}")
-    return found
-
-
-_REMEDY = "The file is damaged; nothing was loaded. Use an earlier save"
+    if row_checksum(rank, row) != header.checksums[rank]:
+        raise StateFormatError(f"{path}: the row of rank {rank} does not match its checksum. {REMEDY}")

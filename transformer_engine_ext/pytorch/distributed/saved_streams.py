@@ -6,149 +6,245 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from transformer_engine_ext.errors import LayoutMismatchError, PeerFailureError, StateFormatError
+from transformer_engine_ext.errors import LayoutMismatchError, StateFormatError
 from transformer_engine_ext.pytorch.distributed import rng_file
+from transformer_engine_ext.pytorch.distributed.agreement import (
+    agree,
+    describe_error,
+    raise_relayed,
+    rebuild_error,
+)
+from transformer_engine_ext.pytorch.distributed.atomic_write import write_atomically
 from transformer_engine_ext.pytorch.distributed.collectives import ControlGroup
-from transformer_engine_ext.pytorch.distributed.rng_file import Header, Row
+from transformer_engine_ext.pytorch.distributed.resharding import (
+    FreshState,
+    LoadReport,
+    changed_axes,
+    changed_streams,
+    reshard,
+)
+from transformer_engine_ext.pytorch.distributed.saved_table import MT19937, Header, Row, bytes_of, digest_of, state_of
 from transformer_engine_ext.pytorch.distributed.topology import Layout, describe_axes
 
-__all__ = ["load_streams", "save_streams"]
+__all__ = ["fresh_state", "load_streams", "save_streams"]
 
-# What one rank raises, the others raise too, as this class; anything else is a RuntimeError there.
-_RELAYED = {error.__name__: error for error in (LayoutMismatchError, StateFormatError, FileNotFoundError, OSError)}
+#: What a rank has: the header as it is here, and its own streams.
+Snapshot = Callable[[], tuple[Header, Mapping[str, Tensor]]]
 
 
-def save_streams(
-    path: str | os.PathLike[str], control: ControlGroup, layout: Layout, header: Header, states: Mapping[str, Tensor]
-) -> None:
-    """Gather all ranks' states on rank 0 and write them there; every rank raises if that fails."""
-    what = f"saving the streams to {os.fspath(path)}"
-    rows = control.gather(_pack(layout, header, states), what)
+def fresh_state(engine: str, seed: int) -> bytes:
+    """Return the state of a stream that starts from a seed, for a kind of state that is not philox."""
+    if engine != MT19937:
+        raise StateFormatError(f"no streams of kind {engine!r} can be made by this release")
+    return bytes_of(torch.Generator().manual_seed(seed).get_state())
+
+
+# Note [A row per rank]
+# Each rank sends a digest of what it believes the job to be, its coordinates and its states: a number of bytes that
+# does not depend on how many ranks there are. What the digests stand for is only sent where they differ. A rank that
+# cannot read its streams sends why, instead of leaving the others waiting.
+def save_streams(path: Any, control: ControlGroup, layout: Layout, snapshot: Snapshot) -> None:
+    """Gather all ranks' states on rank 0 and write them there; every rank raises if that fails anywhere."""
+    what = f"saving the streams to {path}"
     problem: Exception | None = None
-    if rows is not None:
-        try:
-            # See Note [A save never damages the former file]
-            rng_file.write_atomically(path, rng_file.encode(header, _unpack(rows, header)))
-        except Exception as error:
-            problem = error
-    outcome = control.broadcast(_describe_error(problem), what)
+    belief = ""
+    try:
+        os.fspath(path)
+        header, states = snapshot()
+        belief = _belief(header)
+        payload = b"S" + _pack(belief, layout, header, states)
+    except Exception as error:
+        problem, payload = error, b"E" + describe_error(error)
+    payloads = control.gather(payload, what)
+    outcome: dict[str, Any] = {}
+    if payloads is not None and problem is None:
+        outcome = _examine(payloads)
+        if not outcome:
+            try:
+                rows = _unpack(payloads, header, len(layout.coordinates))
+                # See Note [A save never damages the former file]
+                write_atomically(path, rng_file.encode(header, rows))
+            except Exception as error:
+                problem = error
+    if problem is not None and control.rank == 0:
+        outcome = {"rank": 0, "error": describe_error(problem).decode()}
+    outcome = json.loads(control.broadcast(json.dumps(outcome).encode(), what))
+    if "differs" in outcome:
+        problem = _difference(control, belief, outcome["differs"], what)
+        raise_relayed(control, problem if control.rank == 0 else None, 0, what)
     if problem is not None:
         raise problem
     if outcome:
-        raise _rebuild_error(outcome, rank=0)
+        raise rebuild_error(outcome["error"].encode(), outcome["rank"], what)
 
 
-def _pack(layout: Layout, header: Header, states: Mapping[str, Tensor]) -> bytes:
-    description = {"axes": header.axes, "streams": header.streams, "coordinates": list(layout.coordinates.values())}
-    text = json.dumps(description).encode()
-    return len(text).to_bytes(8, "little") + text + b"".join(bytes(states[name].tolist()) for name in states)
+def _belief(header: Header) -> str:
+    """Return what all ranks must have in common, as text."""
+    return json.dumps({**_declarations(header), "seed": header.seed, "generation": header.generation})
 
 
-def _unpack(payloads: list[bytes], header: Header) -> list[Row]:
-    rows = []
-    expected = json.loads(json.dumps({"axes": header.axes, "streams": header.streams}))
+def _declarations(header: Header) -> dict[str, Any]:
+    return {"axes": header.axes, "streams": header.streams, "derivation": header.derivation}
+
+
+def _pack(belief: str, layout: Layout, header: Header, states: Mapping[str, Tensor]) -> bytes:
+    parts = [bytes_of(states[name]) for name in header.names()]
+    numbers = [*(layout.coordinates[axis] for axis in header.axes), *map(len, parts)]
+    return b"".join([digest_of(belief).encode(), np.array(numbers, "<i8").tobytes(), *parts])
+
+
+def _examine(payloads: Sequence[bytes]) -> dict[str, Any]:
     for rank, payload in enumerate(payloads):
-        start = 8 + int.from_bytes(payload[:8], "little")
-        description = json.loads(payload[8:start])
-        coordinates = tuple(description.pop("coordinates"))
-        if description != expected:
-            raise LayoutMismatchError(
-                f"the ranks do not save the same things: rank 0 has {expected}, rank {rank} has {description}. Build "
-                "ParallelRNG with the same axes, streams and device type on every rank"
-            )
-        states = []
-        for stream in header.streams:
-            end = start + rng_file.state_bytes(stream["device"])
-            states.append(payload[start:end])
-            start = end
-        rows.append(Row(coordinates, tuple(states)))
+        if payload[:1] == b"E":
+            return {"rank": rank, "error": payload[1:].decode()}
+    for rank, payload in enumerate(payloads):
+        if payload[1:17] != payloads[0][1:17]:
+            return {"differs": rank}
+    return {}
+
+
+def _unpack(payloads: list[bytes], header: Header, axes: int) -> list[Row]:
+    rows = []
+    start = 17 + 8 * (axes + len(header.streams))
+    pool: dict[bytes, bytes] = {}  # See Note [Equal states are stored once]
+    for rank, payload in enumerate(payloads):
+        numbers = np.frombuffer(payload[17:start], "<i8").tolist()
+        states, end = [], start
+        for size in numbers[axes:]:
+            state = payload[end : end + size]
+            states.append(pool.setdefault(state, state))
+            end += size
+        rows.append(Row(tuple(numbers[:axes]), tuple(states)))
+        payloads[rank] = b""
     return rows
 
 
+def _difference(control: ControlGroup, belief: str, rank: int, what: str) -> Exception:
+    """Return the error that rank 0 and another one differ; complete on rank 0 only."""
+    theirs = json.loads(control.relay(belief.encode(), rank, what))
+    mine = json.loads(belief) if belief else {}
+    fields = [name for name in mine if mine[name] != theirs.get(name)]
+    texts = [f"{name}: rank 0 has {mine[name]}, rank {rank} has {theirs.get(name)}" for name in fields]
+    return LayoutMismatchError(
+        f"the ranks do not save the same things; {'; '.join(texts)}. Nothing was written; build ParallelRNG with the "
+        "same axes, streams and device type on every rank, and seed or load on all of them"
+    )
+
+
 # Note [Check everything, agree, then change]
-# Loading goes through three phases: every rank reads the header and its own row and checks them, the ranks tell each
-# other whether that went well, and only if it did everywhere does any of them write into a generator. So a failed load
-# leaves no rank changed, and no rank trains on while another one stopped.
+# Loading goes through phases: every rank reads the header and checks it; the ranks tell each other whether that went
+# well and that it is one and the same table (its checksum covers all rows); every rank works out its own states and
+# checks them; they agree again; and only then does any of them write into a generator. So a failed load leaves no rank
+# changed, and no rank trains on while another one stopped.
 def load_streams(
-    path: str | os.PathLike[str],
+    path: Any,
     control: ControlGroup,
     layout: Layout,
-    running: Header,
+    running: Callable[[], Header],
     check: Callable[[Mapping[str, Tensor]], None],
-) -> tuple[Header, dict[str, Tensor]]:
-    """Return the file's header and this rank's states, once every rank has them; write nothing."""
-    what = f"loading the streams from {os.fspath(path)}"
+    fresh: FreshState,
+    choose: Callable[[], tuple[str, str]],
+) -> tuple[Header, dict[str, Tensor], LoadReport]:
+    """Return the file's header, this rank's states and what was done, once every rank has them; write nothing."""
+    what = f"loading the streams from {path}"
     problem: Exception | None = None
+    identity = b""
     try:
-        header = rng_file.read_header(path)
-        _check_layout(path, header, running)
-        states = rng_file.read_row(path, header, _find_row(path, header, layout))
+        policies = choose()
+        here = running()
+        saved = rng_file.read_header(path)
+        moved = _check_header(path, saved, here, *policies)
+        identity = json.dumps([saved.identity, policies, _declarations(here)]).encode()
+    except Exception as error:
+        problem = error
+    first = control.broadcast(identity, what)
+    if problem is None and first and first != identity:
+        problem = _other_load(path, json.loads(first), json.loads(identity), control.rank)
+    agree(control, problem, what)
+    places = _all_places(control, layout, here, what) if moved else []
+    try:
+        if moved or changed_streams(saved, here):
+            row = None if moved else _find_row(path, saved, layout)
+            places = places or [layout.coordinates]
+            data, report = reshard(
+                saved, rng_file.read_rows(path, saved), here, places, control.rank if moved else 0, fresh, row=row
+            )
+        else:
+            found = rng_file.read_row(path, saved, _find_row(path, saved, layout))
+            data = dict(zip(saved.names(), found.states, strict=True))
+            report = LoadReport(streams=dict.fromkeys(data, "kept"), generation=saved.generation)
+        states = {name: state_of(state) for name, state in data.items()}
         check(states)
     except Exception as error:
         problem = error
-    failing = control.first_failure(problem is not None, what)
-    if failing is None:
-        return header, states
-    try:
-        text = control.relay(_describe_error(problem), failing, what)
-    except PeerFailureError:
-        if problem is not None:
-            raise problem from None
-        raise
-    raise problem if problem is not None else _rebuild_error(text, failing)
+    agree(control, problem, what)
+    return saved, states, report
 
 
-def _check_layout(path: str | os.PathLike[str], saved: Header, running: Header) -> None:
-    if (saved.axes, saved.world_size) != (running.axes, running.world_size):
+def _check_header(path: Any, saved: Header, running: Header, on_layout_change: str, on_stream_change: str) -> bool:
+    """Return whether the layout is another one; raise if the policies do not allow what differs."""
+    moved = bool(changed_axes(saved, running)) or saved.world_size != running.world_size
+    if moved and on_layout_change == "error":
         raise LayoutMismatchError(
             f"{path} was saved by another layout: saved {describe_axes(saved.axes, saved.world_size)}, running "
             f"{describe_axes(running.axes, running.world_size)}. Nothing was loaded; resume on the layout that saved "
-            "it, or call seed() to start new streams"
+            "it, pass on_layout_change='rederive' to go on with streams derived from it, or call seed()"
         )
-    saved_streams, running_streams = (
-        {stream["name"]: stream["device"] for stream in header.streams} for header in (saved, running)
-    )
-    if saved_streams != running_streams:
+    if saved.derivation != running.derivation:
         raise LayoutMismatchError(
-            f"{path} holds other streams than this job has (name: device): saved {saved_streams}, running "
-            f"{running_streams}. Nothing was loaded; declare the streams that were saved, on the same device type"
+            f"{path} was saved with derivation={saved.derivation!r}, and this job has {running.derivation!r}. Nothing "
+            "was loaded; build ParallelRNG with the derivation that was saved"
         )
+    changes = changed_streams(saved, running)
+    if changes and on_stream_change == "error":
+        listed = "; ".join(f"{name!r}: {change}" for name, change in changes.items())
+        raise LayoutMismatchError(
+            f"{path} holds other streams than this job has. Saved {saved.names()}, running {running.names()}. "
+            f"{listed}. Nothing was loaded; declare the streams as they were saved, or pass on_stream_change='rederive' to drop "
+            "those that are gone and to derive those that are new"
+        )
+    return moved
 
 
-def _find_row(path: str | os.PathLike[str], header: Header, layout: Layout) -> int:
+def _other_load(path: Any, first: list[Any], mine: list[Any], rank: int) -> Exception:
+    if first[0] != mine[0]:
+        return LayoutMismatchError(
+            f"{path} is another file on rank {rank} than on rank 0 (checksums {mine[0]} and {first[0]}). Nothing was "
+            "loaded; give all ranks one file, on a file system that all of them see"
+        )
+    return LayoutMismatchError(
+        f"rank {rank} does not load the same way as rank 0: rank 0 has {first[1:]}, rank {rank} has {mine[1:]} "
+        "(policies, declarations). Nothing was loaded; build and load alike on every rank"
+    )
+
+
+def _all_places(control: ControlGroup, layout: Layout, running: Header, what: str) -> list[dict[str, int]]:
+    """Return the coordinates of every rank, on every rank."""
+    mine = np.array([layout.coordinates[axis] for axis in running.axes], "<i4").tobytes()
+    gathered = control.gather(mine, what)
+    table = control.broadcast(b"".join(gathered) if gathered is not None else b"", what)
+    rows = np.frombuffer(table, "<i4").reshape(control.world_size, len(running.axes)).tolist()
+    return [dict(zip(running.axes, row, strict=True)) for row in rows]
+
+
+def _find_row(path: Any, saved: Header, layout: Layout) -> int:
     """Return the rank that saved from where this rank stands now; ranks may have been numbered in another order."""
-    here = [layout.coordinates[axis] for axis in header.axes]
-    table = rng_file.read_coordinates(path).tolist()
+    here = tuple(layout.coordinates.get(axis, 0) for axis in saved.axes)
+    table = rng_file.read_coordinates(path)
     if table[layout.rank] == here:
         return layout.rank  # also where several ranks stand at one place, since the axes do not name them all
     matches = [rank for rank, place in enumerate(table) if place == here]
     if len(matches) != 1:
-        former = dict(zip(header.axes, table[layout.rank], strict=True))
+        former = dict(zip(saved.axes, table[layout.rank], strict=True))
         raise LayoutMismatchError(
             f"{path}: rank {layout.rank} stands at {layout.coordinates}, from where {len(matches)} ranks saved; the "
             f"rank of that number saved from {former}. Nothing was loaded; place the ranks as in the job that saved"
         )
     return matches[0]
-
-
-def _describe_error(error: Exception | None) -> bytes:
-    if error is None:
-        return b""
-    # Subclasses of OSError (PermissionError, IsADirectoryError, ...) are recreated from the number.
-    names = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _RELAYED]
-    number = error.errno if isinstance(error, OSError) else None
-    return json.dumps([names[0] if names else type(error).__name__, number, str(error)]).encode()
-
-
-def _rebuild_error(outcome: bytes, rank: int) -> Exception:
-    name, number, text = json.loads(outcome)
-    message: Any = f"rank {rank}: {text}"
-    kind = _RELAYED.get(name)
-    if kind is None:
-        return RuntimeError(f"rank {rank}: {name}: {text}")
-    return kind(message) if number is None else kind(number, message)
