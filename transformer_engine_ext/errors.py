@@ -18,14 +18,17 @@ __all__ = [
     "LayoutMismatchError",
     "NativeUnavailableError",
     "NotDifferentiableError",
+    "PatchError",
     "PeerFailureError",
     "RecomputeMismatchError",
     "ReentrantGradError",
     "SavedTensorMismatchError",
     "SeedCollisionError",
+    "SeedCollisionWarning",
     "SettingError",
     "StateFormatError",
     "StreamExistsError",
+    "StreamMismatchError",
     "StreamStateTypeError",
     "SuppressedErrorError",
     "UnknownStreamError",
@@ -107,12 +110,24 @@ class SettingError(TEExtError, ValueError):
     """An environment variable of this package holds a value that it does not know."""
 
 
+class PatchError(TEExtError, RuntimeError):
+    """Something of Transformer Engine or Megatron-core could not be replaced by ``patch()``."""
+
+
 class UnsupportedDeviceError(TEExtError, RuntimeError):
     """Random numbers live on a device type whose generator this package cannot rewind."""
 
 
 class SeedCollisionError(TEExtError, RuntimeError):
     """Two streams of one rank would start from the same seed and so draw the same numbers."""
+
+
+class SeedCollisionWarning(TEExtError, UserWarning):  # noqa: N818 - a warning, which may be made an error
+    """Streams of different ranks start from one seed: each rank's own numbers are right, together they repeat."""
+
+
+class StreamMismatchError(TEExtError, RuntimeError):
+    """The streams of the ranks do not agree where they must, or agree where they must differ."""
 
 
 class LayoutMismatchError(TEExtError, RuntimeError):

@@ -74,6 +74,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_checkpoint_nesting.py \
     tests/pytorch/test_checkpoint_user_hooks.py \
     tests/pytorch/test_checkpoint_wrappers.py \
+    tests/pytorch/test_collisions.py \
     tests/pytorch/test_demo.py \
     tests/pytorch/test_demo_report.py \
     tests/pytorch/test_derivations.py \
@@ -87,6 +88,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_mutation_gaps.py \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_parallel_rng.py \
+    tests/pytorch/test_parallel_rng_arguments.py \
     tests/pytorch/test_phase_flags.py \
     tests/pytorch/test_recompute_rng.py \
     tests/pytorch/test_recompute_rng_around.py \

@@ -4,16 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-from transformer_engine_ext.errors import SeedCollisionError
 
 __all__ = [
     "DEFAULT_STREAM",
     "KNOWN_AXES",
     "StreamSpec",
-    "check_collisions",
     "colossalai_streams",
     "deepspeed_streams",
     "megatron_streams",
@@ -79,6 +77,8 @@ class StreamSpec:
         seed_offset: int | None = None,
         is_default: bool = False,
     ) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"a stream's name is a string, got {type(name).__name__}")
         if not name:
             raise ValueError("a stream needs a name, got an empty string")
         axes = {
@@ -91,6 +91,11 @@ class StreamSpec:
                 f"stream {name!r}: axis {both[0]!r} is in varies_over and in lockstep_over; streams with different "
                 "seeds have no common position, so name it in one of the two"
             )
+        if seed_offset is not None:
+            try:
+                seed_offset = operator.index(seed_offset)
+            except TypeError:
+                raise TypeError(f"stream {name!r}: seed_offset is an int, got {type(seed_offset).__name__}") from None
         if is_default != (name == DEFAULT_STREAM):
             raise ValueError(
                 f"stream {name!r} with is_default={is_default}: the device's default generator is the stream named "
@@ -105,10 +110,18 @@ def _axes(name: str, field: str, axes: Iterable[str]) -> tuple[str, ...]:
         raise TypeError(
             f"stream {name!r}: {field} takes a sequence of axis names, got the string {axes!r}; write ({axes!r},)"
         )
-    axes = tuple(axes)
+    axes = _listed(name, field, axes)
     if len(set(axes)) != len(axes):
         raise ValueError(f"stream {name!r}: {field}={axes} names an axis twice")
     return axes
+
+
+def _listed(name: str, field: str, axes: object) -> tuple[str, ...]:
+    listed = tuple(axes) if isinstance(axes, Iterable) else (axes,)
+    wrong = [axis for axis in listed if not isinstance(axis, str) or not axis]
+    if wrong or not isinstance(axes, Iterable):
+        raise TypeError(f"stream {name!r}: {field} takes a sequence of axis names such as ('tp',), got {axes!r}")
+    return listed
 
 
 def megatron_streams(
@@ -183,45 +196,3 @@ def standard_streams(derivation: str, axes: Mapping[str, int]) -> tuple[StreamSp
     if derivation == "colossalai":
         return colossalai_streams()
     return megatron_streams(gtp=axes.get("gtp", 1) > 1, egtp=axes.get("egtp", 1) > 1)
-
-
-# Note [Streams that may share a seed]
-# Two streams of one rank on one seed draw the same numbers, which is an error, with one exception: Megatron starts the
-# default generator and `data-parallel-rng` from one seed by design. So the default generator may share its seed with a
-# tracked stream that is *declared* the same (offset and axes); equal by declaration is equal on every rank and visible
-# in the source, whereas families that merely meet on some coordinates are what this check is for. Two tracked streams
-# never may: the tracker refuses a second stream on one seed too.
-def check_collisions(specs: Sequence[StreamSpec], seeds: Mapping[str, int], *, bits: int, where: str) -> None:
-    """Refuse two streams of one rank that would draw the same numbers.
-
-    Parameters
-    ----------
-    specs : sequence of StreamSpec
-        The streams.
-    seeds : mapping of str to int
-        Seed of each of them.
-    bits : int
-        How many low bits of a seed the device's generator uses: 64 on CUDA (philox), 32 on the CPU (mt19937).
-    where : str
-        Rank or coordinates, for the message.
-
-    Raises
-    ------
-    SeedCollisionError
-        Naming both streams and their seeds.
-    """
-    seen: dict[int, StreamSpec] = {}
-    for spec in sorted(specs, key=lambda spec: not spec.is_default):
-        used = seeds[spec.name] % (1 << bits)
-        other = seen.setdefault(used, spec)
-        if other is spec:
-            continue
-        same_declaration = (other.seed_offset, set(other.varies_over)) == (spec.seed_offset, set(spec.varies_over))
-        if other.is_default and same_declaration:
-            seen[used] = spec  # a third stream on this seed collides with the tracked one
-            continue
-        raise SeedCollisionError(
-            f"streams {other.name!r} (seed {seeds[other.name]}) and {spec.name!r} (seed {seeds[spec.name]}) on "
-            f"{where} would draw the same numbers: the device uses the low {bits} bits of a seed. Expected a seed per "
-            "stream; give one of them another seed_offset, or change the job's seed if that is what wraps around"
-        )
