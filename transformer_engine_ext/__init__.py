@@ -9,13 +9,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformer_engine_ext import pytorch as pytorch
+    from transformer_engine_ext.integrations.patching import patch as patch
+    from transformer_engine_ext.integrations.patching import patched as patched
+    from transformer_engine_ext.integrations.patching import unpatch as unpatch
     from transformer_engine_ext.pytorch import CudaRNGStatesTracker as CudaRNGStatesTracker
     from transformer_engine_ext.pytorch import distributed as distributed
     from transformer_engine_ext.pytorch import te_checkpoint as te_checkpoint
 
 __version__ = "0.1.0"
 
-__all__ = ["CudaRNGStatesTracker", "__version__", "distributed", "pytorch", "te_checkpoint"]
+__all__ = [
+    "CudaRNGStatesTracker",
+    "__version__",
+    "distributed",
+    "patch",
+    "patched",
+    "pytorch",
+    "te_checkpoint",
+    "unpatch",
+]
 
 # Note [Import is free]
 # `import transformer_engine_ext` imports no torch, and no module of the package asks CUDA for anything or imports
@@ -25,8 +37,11 @@ _LAZY = {
     # public name: (module, attribute of it; None where the module is what is meant)
     "CudaRNGStatesTracker": ("transformer_engine_ext.pytorch", "CudaRNGStatesTracker"),
     "distributed": ("transformer_engine_ext.pytorch.distributed", None),
+    "patch": ("transformer_engine_ext.integrations.patching", "patch"),
+    "patched": ("transformer_engine_ext.integrations.patching", "patched"),
     "pytorch": ("transformer_engine_ext.pytorch", None),
     "te_checkpoint": ("transformer_engine_ext.pytorch", "te_checkpoint"),
+    "unpatch": ("transformer_engine_ext.integrations.patching", "unpatch"),
 }
 
 

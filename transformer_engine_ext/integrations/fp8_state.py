@@ -1,0 +1,257 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Transformer Engine's process-wide FP8 state, as a region sees it: read, put back, and kept apart per region."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+
+from transformer_engine_ext.errors import RecomputeMismatchError
+
+__all__ = ["FP8State", "Open", "open_regions"]
+
+# Attribute names since Transformer Engine 2.12 or so (on `FP8GlobalStateManager.quantization_state`), and before (on
+# the manager class itself).
+_FIELDS = {
+    "fp8_enabled": "FP8_ENABLED",
+    "fp8_calibration": "FP8_CALIBRATION",
+    "fp8_recipe": "FP8_RECIPE",
+    "fp8_distributed_group": "FP8_DISTRIBUTED_GROUP",
+    "fp8_graph_capturing": "FP8_GRAPH_CAPTURING",
+    "autocast_depth": "FP8_AUTOCAST_DEPTH",
+    "is_first_fp8_module": "IS_FIRST_FP8_MODULE",
+}
+
+
+class Open:
+    """One region that is running: its memory, and whether it is being recomputed.
+
+    Attributes
+    ----------
+    memory : dict
+        ``"stash"``: queue to the scales that were put into it, in order.
+    cursor : dict
+        Queue to how many of them this recompute has taken.
+    """
+
+    __slots__ = ("cursor", "memory", "recompute", "reentrant")
+
+    def __init__(self, memory: dict[str, Any], recompute: bool, reentrant: bool) -> None:
+        self.memory = memory
+        self.recompute = recompute
+        self.reentrant = reentrant
+        self.cursor: dict[int, int] = {}
+
+    def keep(self, queue: _Queue, entry: Any) -> None:
+        """Put a module's scales aside."""
+        kept: dict[int, tuple[_Queue, list[Any]]] = self.memory.setdefault("stash", {})
+        kept.setdefault(id(queue), (queue, []))[1].append(entry)
+
+    def take(self, queue: _Queue) -> Any:
+        """Return the scales that the module's next run in this recompute must use."""
+        _, entries = self.memory.get("stash", {}).get(id(queue), (queue, []))
+        number = self.cursor.get(id(queue), 0)
+        if number >= len(entries):
+            raise RecomputeMismatchError(
+                "an FP8 module of Transformer Engine asks for the scales of its forward in the recompute of a "
+                f"checkpointed region, and its forward there kept {len(entries)} of them: the module ran more often "
+                "than in forward, or its forward ran without FP8. The function must run the same modules under the "
+                "same autocast in forward and recompute"
+            )
+        self.cursor[id(queue)] = number + 1
+        return entries[number]
+
+
+class _Opened(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[Open] = []
+
+
+_opened = _Opened()
+
+
+def open_regions() -> list[Open]:
+    """Return the regions that this thread is running, outermost first."""
+    return _opened.regions
+
+
+# Note [FP8 scales belong to the region]
+# For the recompute of delayed scaling, Transformer Engine puts a module's scales into a queue of that module in forward
+# and takes the oldest in the recompute. So regions that are recomputed in another order than they ran, again
+# (retain_graph), or never, get each other's scales. Here the queue asks which region is running: scales go into the
+# memories of all open regions (an outer region's recompute runs the inner one's modules too), and a recompute takes its
+# own, in order. Without a region of ours the queue is the queue that it was.
+class _Queue(deque[Any]):
+    def append(self, entry: Any) -> None:
+        regions = _opened.regions
+        if not regions or any(region.recompute for region in regions):
+            super().append(entry)
+            return
+        for region in regions:
+            region.keep(self, entry)
+
+    def popleft(self) -> Any:
+        inner: list[Open] = []
+        for region in reversed(_opened.regions):
+            if region.recompute:
+                entry = region.take(self)
+                # Regions that run forward inside this recompute will be recomputed themselves.
+                for other in inner:
+                    other.keep(self, entry)
+                return entry
+            inner.append(region)
+        return super().popleft()
+
+
+class _Queues(list[Any]):
+    """All queues; Transformer Engine appends a plain ``deque`` for each module that it sees for the first time."""
+
+    def append(self, queue: Any) -> None:
+        super().append(_Queue(queue))
+
+
+class _Watch:
+    """What the routed state notes between two of Transformer Engine's writes."""
+
+    def __init__(self) -> None:
+        self.entered = True  # an autocast was entered or left since the first-module flag was last used up
+        self.enabled_before = False
+        self.silent = False
+
+
+_watch = _Watch()
+_routed: dict[type, type] = {}
+
+
+def _routed_class(base: Any, manager: Any) -> type:
+    """Return a subclass of the state's class that can stand in for it while a region runs."""
+    if base in _routed:
+        return _routed[base]
+    first, enabled, depth = base.is_first_fp8_module, base.fp8_enabled, base.autocast_depth
+
+    # Note [FP8 updates happen once]
+    # - The first FP8 module under an autocast runs the reduction of the backward's amaxes; the flag that says "first"
+    #   is used up by it. In a recompute, modules of Transformer Engine put the flag back after having used it up, so
+    #   every module of the region would run the reduction. That restore is the one write of True that no write of
+    #   `fp8_enabled` precedes; it is left out.
+    # - Leaving the outermost autocast updates the forward's scales. If that autocast lies inside the region, the update
+    #   is due in forward, where a reentrant region runs without grad, so that Transformer Engine leaves it out; it is
+    #   made up for here. In the recompute it would come a second time: the buffers it goes through are empty then.
+    def set_first(state: Any, value: bool) -> None:
+        if value and not _watch.entered and not _watch.silent and any(region.recompute for region in _opened.regions):
+            return
+        if not value:
+            _watch.entered = False
+        first.__set__(state, value)
+
+    def set_enabled(state: Any, value: bool) -> None:
+        _watch.enabled_before, _watch.entered = enabled.__get__(state), True
+        enabled.__set__(state, value)
+
+    def set_depth(state: Any, value: int) -> None:
+        left = depth.__get__(state) == 1 and value == 0
+        depth.__set__(state, value)
+        regions = _opened.regions
+        if (
+            left
+            and not _watch.silent
+            and _watch.enabled_before
+            and regions
+            and regions[-1].reentrant
+            and not any(region.recompute for region in regions)
+            and not torch.is_grad_enabled()
+            and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        ):
+            manager.reduce_and_update_fp8_tensors(forward=True)
+
+    members = {
+        "__slots__": (),
+        "is_first_fp8_module": property(first.__get__, set_first),
+        "fp8_enabled": property(enabled.__get__, set_enabled),
+        "autocast_depth": property(depth.__get__, set_depth),
+    }
+    _routed[base] = type(f"Routed{base.__name__}", (base,), members)
+    return _routed[base]
+
+
+class FP8State:
+    """Access to the state behind ``FP8GlobalStateManager``, in the layouts of Transformer Engine 2.0 to 2.20.
+
+    Parameters
+    ----------
+    manager : type
+        ``FP8GlobalStateManager``.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._names: tuple[str, ...] = ()
+        self._depth = 0
+        self._fields_of(self._holder())
+
+    def _holder(self) -> Any:
+        return getattr(self._manager, "quantization_state", self._manager)
+
+    def _fields_of(self, holder: Any) -> None:
+        new = hasattr(holder, "is_first_fp8_module") and not callable(holder.is_first_fp8_module)
+        names = _FIELDS if new else _FIELDS.values()
+        self._names = tuple(name for name in names if hasattr(holder, name))
+        self._enabled = "fp8_enabled" if new else "FP8_ENABLED"
+        self._can_route = new
+
+    def enabled(self) -> bool:
+        """Tell whether FP8 is on now."""
+        return bool(getattr(self._holder(), self._enabled, False))
+
+    def read(self) -> tuple[Any, ...]:
+        """Return what an autocast sets."""
+        holder = self._holder()
+        return tuple(getattr(holder, name) for name in self._names)
+
+    def write(self, values: tuple[Any, ...]) -> None:
+        """Put back what ``read`` returned."""
+        holder = self._holder()
+        _watch.silent = True
+        try:
+            for name, value in zip(self._names, values, strict=True):
+                setattr(holder, name, value)
+        finally:
+            _watch.silent = False
+            _watch.entered = True
+
+    def enter(self, region: Open) -> None:
+        """Route scales and flags by region from now on. See Note [FP8 scales belong to the region]."""
+        holder = self._holder()
+        queues = getattr(holder, "fp8_tensors_recompute_buffer", None)
+        if isinstance(queues, list) and type(queues) is not _Queues:
+            # Never empty: Transformer Engine replaces an empty list by one of its own. Positions stay what they were.
+            holder.fp8_tensors_recompute_buffer = _Queues(map(_Queue, queues or [()]))
+        self._depth += 1
+        if self._can_route and type(holder) not in _routed.values():
+            holder.__class__ = _routed_class(type(holder), self._manager)
+        _opened.regions.append(region)
+
+    def leave(self, region: Open) -> None:
+        """Undo ``enter``."""
+        _opened.regions.remove(region)
+        self._depth -= 1
+        holder = self._holder()
+        if self._depth == 0 and type(holder) in _routed.values():
+            holder.__class__ = type(holder).__base__
+
+    def hide_buffers(self) -> Any:
+        """Take the buffers out of reach through which scales are updated; returns them for ``show_buffers``."""
+        holder = self._holder()
+        buffers = getattr(holder, "global_amax_buffer", None)
+        if buffers is not None:
+            holder.global_amax_buffer = {}
+        return buffers
+
+    def show_buffers(self, buffers: Any) -> None:
+        """Undo ``hide_buffers``."""
+        if buffers is not None:
+            self._holder().global_amax_buffer = buffers

@@ -1,0 +1,161 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The region hook for Transformer Engine: its phase flags, its engine switch and its FP8 state follow our regions.
+
+It needs no ``patch()``: it installs itself at the first region that starts with Transformer Engine imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+from transformer_engine_ext.integrations.fp8_state import FP8State, Open
+from transformer_engine_ext.pytorch.recompute import is_recomputing, register_region_hook
+from transformer_engine_ext.pytorch.recompute.phase import set_fp8_probe
+
+__all__ = ["TransformerEngineHook", "current_hook", "install_hook"]
+
+_DISTRIBUTED = "transformer_engine.pytorch.distributed"
+_MLP = "transformer_engine.pytorch.module.layernorm_mlp"
+
+# (region, phase): since 2.19, and before.
+_FLAGS = (
+    ("_IN_ACTIVATION_RECOMPUTE_REGION", "_ACTIVATION_RECOMPUTE_PHASE"),
+    ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_PHASE"),
+)
+_SWITCH = "_USE_REENTRANT_ACTIVATION_RECOMPUTE"
+
+
+def _always() -> bool:
+    return True
+
+
+class TransformerEngineHook:
+    """Drives Transformer Engine's module globals, which every bound copy of its predicates reads.
+
+    Parameters
+    ----------
+    distributed : module
+        ``transformer_engine.pytorch.distributed``.
+    fp8 : FP8State or None
+        Access to the FP8 state; None if this version keeps it in a way that is not known.
+    """
+
+    # Note [Transformer Engine hears of any enclosing recompute]
+    # Its flag "recompute phase" is true where any enclosing region is being recomputed, also in the forward of a region
+    # nested in that recompute: a module there runs for a second time, so it must use its first run's scales and must
+    # not count its amaxes again. Our own predicate of that name keeps to the innermost region.
+    def __init__(self, distributed: Any, fp8: FP8State | None) -> None:
+        self._distributed = distributed
+        self._fp8 = fp8
+        self._names: tuple[str, ...] = next(
+            (pair for pair in _FLAGS if all(hasattr(distributed, name) for name in pair)), ()
+        )
+        if self._names and hasattr(distributed, _SWITCH):
+            self._names = (*self._names, _SWITCH)
+
+    def set_flags(self, values: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Set Transformer Engine's flags (in a region, in a recompute, reentrant); returns those that held before."""
+        names, scope = self._names, vars(self._distributed)
+        before = tuple(scope[name] for name in names)
+        scope.update(zip(names, values, strict=False))
+        return before
+
+    # Note [The engine switch does not outlive the region]
+    # LayerNormMLP asks for the engine in its forward and, under the non-reentrant one, gives up its fused bias-GELU for
+    # good. That fusion is deterministic, and our non-reentrant engine runs the same kernels twice, so inside our
+    # regions that module's copy of the question is answered with yes: nothing of it is changed by a region, and its
+    # numbers are those of the run without checkpointing.
+    def _shield(self, reentrant: bool) -> Any:
+        module = None if reentrant else sys.modules.get(_MLP)
+        asked = getattr(module, "use_reentrant_activation_recompute", None)
+        if module is None or asked is None:
+            return None
+        vars(module)["use_reentrant_activation_recompute"] = _always
+        return module, asked
+
+    @staticmethod
+    def _unshield(token: Any) -> None:
+        if token is not None:
+            module, asked = token
+            vars(module)["use_reentrant_activation_recompute"] = asked
+
+    def enter_forward(self, memory: dict[str, Any], reentrant: bool) -> Any:
+        """Set the flags, note the FP8 state, and keep the scales that modules put aside."""
+        # See Note [Transformer Engine hears of any enclosing recompute]
+        region = Open(memory, False, reentrant)
+        if self._fp8 is not None:
+            memory["autocast"] = self._fp8.read()
+            self._fp8.enter(region)
+        return region, self.set_flags((True, is_recomputing(), reentrant)), self._shield(reentrant)
+
+    def leave_forward(self, memory: dict[str, Any], token: Any) -> None:
+        """Put the flags back."""
+        region, flags, shield = token
+        self._unshield(shield)
+        self.set_flags(flags)
+        if self._fp8 is not None:
+            self._fp8.leave(region)
+
+    def enter_recompute(self, memory: dict[str, Any], reentrant: bool) -> Any:
+        """Set the flags and the forward's FP8 state; updates of scales are out of reach meanwhile."""
+        # See Note [The engine switch does not outlive the region]
+        region = Open(memory, True, reentrant)
+        live, buffers = (), None
+        if self._fp8 is not None:
+            live = self._fp8.read()
+            self._fp8.enter(region)
+            # See Note [FP8 updates happen once]
+            buffers = self._fp8.hide_buffers()
+            if "autocast" in memory:
+                self._fp8.write(memory["autocast"])
+        return region, self.set_flags((True, True, reentrant)), self._shield(reentrant), live, buffers
+
+    def leave_recompute(self, memory: dict[str, Any], token: Any) -> None:
+        """Put flags and FP8 state back."""
+        region, flags, shield, live, buffers = token
+        self._unshield(shield)
+        self.set_flags(flags)
+        if self._fp8 is not None:
+            self._fp8.write(live)
+            self._fp8.show_buffers(buffers)
+            self._fp8.leave(region)
+
+
+_hook: TransformerEngineHook | None = None
+
+
+def current_hook() -> TransformerEngineHook | None:
+    """Return the installed hook, installing it if Transformer Engine is imported; None without it."""
+    if _hook is None:
+        install_hook()
+    return _hook
+
+
+def install_hook() -> None:
+    """Register the hook, if ``transformer_engine.pytorch.distributed`` is imported and has what it needs."""
+    global _hook
+    distributed = sys.modules.get(_DISTRIBUTED)
+    if distributed is None or _hook is not None:
+        return
+    fp8 = None
+    manager = getattr(distributed, "FP8GlobalStateManager", None) or _find_manager()
+    if manager is not None:
+        fp8 = FP8State(manager)
+        set_fp8_probe(fp8.enabled)
+    hook = TransformerEngineHook(distributed, fp8)
+    if hook._names or fp8 is not None:
+        _hook = hook
+        register_region_hook(hook)
+
+
+def _find_manager() -> Any:
+    for name in ("quantization", "fp8"):
+        try:
+            module = import_module(f"transformer_engine.pytorch.{name}")
+        except (ImportError, OSError, AssertionError):
+            continue
+        return getattr(module, "FP8GlobalStateManager", None)
+    return None
