@@ -15,6 +15,7 @@ from transformer_engine_ext.pytorch.distributed.groups import (
     get_distributed_world_size,
     initialize_affine_weight_gpu,
 )
+from transformer_engine_ext.pytorch.distributed.megatron_checkpoint import read_megatron_rng_state
 from transformer_engine_ext.pytorch.distributed.parallel_rng import ParallelRNG
 from transformer_engine_ext.pytorch.distributed.resharding import LoadReport
 from transformer_engine_ext.pytorch.distributed.streams import (
@@ -78,6 +79,7 @@ __all__ = [
     "is_graph_safe_rng_state",
     "is_recomputing",
     "megatron_streams",
+    "read_megatron_rng_state",
     "register_streams",
     "registering_streams",
     "set_all_rng_states",

@@ -9,14 +9,13 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import IO, Any, cast
 
 import numpy as np
 
 from transformer_engine_ext.errors import StateFormatError
 
-__all__ = ["Record", "Storage", "as_array", "as_bytes", "load_plain", "load_zip"]
+__all__ = ["Record", "Storage", "as_array", "as_bytes", "describe", "load_plain", "load_zip"]
 
 #: Element types of the storages that random-number states come in, by the class that a file names.
 _DTYPES = {
@@ -43,13 +42,15 @@ class Record:
 
     module = ""
     name = ""
+    args: tuple[Any, ...]
+    state: Any
+    items: list[tuple[Any, Any]]
+    elements: list[Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Record:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Record:  # noqa: D102
+        # Not in __init__, which a pickle need not call.
         record = object.__new__(cls)
-        record.args: tuple[Any, ...] = args
-        record.state: Any = None
-        record.items: list[tuple[Any, Any]] = []
-        record.elements: list[Any] = []
+        record.args, record.state, record.items, record.elements = args, None, [], []
         return record
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -67,6 +68,10 @@ class Record:
     def add(self, element: Any) -> None:
         """Take part in pickle's way of filling sets."""
         self.elements.append(element)
+
+    def extend(self, elements: Any) -> None:
+        """Take part in pickle's way of filling lists."""
+        self.elements.extend(elements)
 
     def field(self, name: str, default: Any = None) -> Any:
         """Return a field of the state, where that is a dictionary."""
@@ -203,14 +208,3 @@ def as_bytes(value: Any, where: str) -> bytes:
 def describe(value: Any) -> str:
     """Return what a value is, for messages."""
     return f"{value.module}.{value.name}" if isinstance(value, Record) else type(value).__name__
-
-
-def walk(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield a value and what lies in it, down to `depth` levels of dictionaries and lists."""
-    yield value
-    if depth and isinstance(value, dict):
-        for inner in value.values():
-            yield from walk(inner, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from walk(inner, depth - 1)

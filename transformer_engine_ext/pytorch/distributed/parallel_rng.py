@@ -23,6 +23,7 @@ from transformer_engine_ext.pytorch.distributed.collectives import DEFAULT_TIMEO
 from transformer_engine_ext.pytorch.distributed.collisions import audit_seeds
 from transformer_engine_ext.pytorch.distributed.derivations import DERIVATIONS, check_seed, derive_table
 from transformer_engine_ext.pytorch.distributed.held_streams import HeldStreams
+from transformer_engine_ext.pytorch.distributed.megatron_format import fit_state, make_state, parse_state
 from transformer_engine_ext.pytorch.distributed.resharding import LoadReport
 from transformer_engine_ext.pytorch.distributed.saved_streams import fresh_state, load_streams, save_streams
 from transformer_engine_ext.pytorch.distributed.saved_table import Header, state_of
@@ -246,6 +247,60 @@ class ParallelRNG:
         )
         self._held.write(states)
         self._seed, self._generation = saved.seed, report.generation
+        return report
+
+    def megatron_rng_state(self, *, generators: bool = False) -> list[dict[str, Any]]:
+        """Return this rank's random numbers as Megatron's checkpoints hold them under ``rng_state``. Local.
+
+        Parameters
+        ----------
+        generators : bool
+            Whether tracked streams are ``torch.Generator`` copies, as Megatron's graph-safe tracker has them, instead
+            of byte tensors, which every Megatron reads.
+
+        Returns
+        -------
+        list of dict
+            Of one; with ``--data-parallel-random-init`` Megatron wants those of all data-parallel ranks in one list.
+            Python's and numpy's global generators are in it.
+        """
+        return [make_state(self._held.read(), self.tracker.states_, generators=generators)]
+
+    def load_megatron_rng_state(self, rng_state: Any, on_stream_change: str = "error") -> LoadReport:
+        """Put this rank's streams, and Python's and numpy's global generators, where Megatron saved them. Local.
+
+        Call :meth:`seed` with the job's seed before: without it, streams of another rank are not noticed, which some
+        of Megatron's formats hand out (see Note [Megatron saves some streams of another rank]), and none can be
+        derived.
+
+        Parameters
+        ----------
+        rng_state : list of dict
+            What a Megatron checkpoint holds under that name, live or from :func:`read_megatron_rng_state`: byte
+            tensors or generators, on any device.
+        on_stream_change : str
+            For streams that it lacks, that this job lacks or that are another rank's: ``"error"`` or ``"rederive"``.
+
+        Raises
+        ------
+        StateFormatError
+            If it is no such list.
+        LayoutMismatchError
+            If the streams differ and may not. For any error, nothing is changed.
+        """
+        choose("on_stream_change", on_stream_change, _ON_CHANGE)
+        state = parse_state(rng_state, self.layout.coordinates.get("dp", 0))
+        expected: dict[str, int] = {}
+        if self._seed is not None and not self._generation:
+            bits = self._held.seed_bits
+            table = derive_table(self.derivation, self.streams, self._seed, self.layout.axes, bits=bits)
+            expected = {name: stream.at(self.layout.coordinates) for name, stream in table.items()}
+        states, report = fit_state(
+            state, self._header(), self.layout.coordinates, self.layout.rank, expected, fresh_state, on_stream_change
+        )
+        self._held.write(states)
+        state.restore_host()
+        self._generation = report.generation
         return report
 
     def _header(self) -> Header:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformer_engine_ext.pytorch.distributed.resharding import (
     reshard,
 )
 from transformer_engine_ext.pytorch.distributed.saved_table import MT19937, Header, Row, bytes_of, digest_of, state_of
+from transformer_engine_ext.pytorch.distributed.sources import SavedSource, open_saved
 from transformer_engine_ext.pytorch.distributed.topology import Layout, describe_axes
 
 __all__ = ["fresh_state", "load_streams", "save_streams"]
@@ -159,7 +161,8 @@ def load_streams(
     try:
         policies = choose()
         here = running()
-        saved = rng_file.read_header(path)
+        source = open_saved(path)
+        saved = source.header
         moved = _check_header(path, saved, here, *policies)
         identity = json.dumps([saved.identity, policies, _declarations(here)]).encode()
     except Exception as error:
@@ -171,13 +174,11 @@ def load_streams(
     places = _all_places(control, layout, here, what) if moved else []
     try:
         if moved or changed_streams(saved, here):
-            row = None if moved else _find_row(path, saved, layout)
+            row = None if moved else _find_row(path, source, layout)
             places = places or [layout.coordinates]
-            data, report = reshard(
-                saved, rng_file.read_rows(path, saved), here, places, control.rank if moved else 0, fresh, row=row
-            )
+            data, report = reshard(saved, source.rows(), here, places, control.rank if moved else 0, fresh, row=row)
         else:
-            found = rng_file.read_row(path, saved, _find_row(path, saved, layout))
+            found = source.row(_find_row(path, source, layout))
             data = dict(zip(saved.names(), found.states, strict=True))
             report = LoadReport(streams=dict.fromkeys(data, "kept"), generation=saved.generation)
         states = {name: state_of(state) for name, state in data.items()}
@@ -185,6 +186,13 @@ def load_streams(
     except Exception as error:
         problem = error
     agree(control, problem, what)
+    if report.drifted and control.rank == 0:
+        warnings.warn(
+            f"{path}: {', '.join(report.drifted)} stood at different positions on ranks that hold one and the same "
+            "stream now, so no position could be kept; the job goes on with numbers that none of them had drawn. If "
+            "they were meant to move in lockstep, verify() before saving finds the rank that did not",
+            stacklevel=3,
+        )
     return saved, states, report
 
 
@@ -207,8 +215,8 @@ def _check_header(path: Any, saved: Header, running: Header, on_layout_change: s
         listed = "; ".join(f"{name!r}: {change}" for name, change in changes.items())
         raise LayoutMismatchError(
             f"{path} holds other streams than this job has. Saved {saved.names()}, running {running.names()}. "
-            f"{listed}. Nothing was loaded; declare the streams as they were saved, or pass on_stream_change='rederive' to drop "
-            "those that are gone and to derive those that are new"
+            f"{listed}. Nothing was loaded; declare the streams as they were saved, or pass "
+            "on_stream_change='rederive' to drop those that are gone and to derive those that are new"
         )
     return moved
 
@@ -234,10 +242,11 @@ def _all_places(control: ControlGroup, layout: Layout, running: Header, what: st
     return [dict(zip(running.axes, row, strict=True)) for row in rows]
 
 
-def _find_row(path: Any, saved: Header, layout: Layout) -> int:
+def _find_row(path: Any, source: SavedSource, layout: Layout) -> int:
     """Return the rank that saved from where this rank stands now; ranks may have been numbered in another order."""
+    saved = source.header
     here = tuple(layout.coordinates.get(axis, 0) for axis in saved.axes)
-    table = rng_file.read_coordinates(path)
+    table = source.coordinates()
     if table[layout.rank] == here:
         return layout.rank  # also where several ranks stand at one place, since the axes do not name them all
     matches = [rank for rank, place in enumerate(table) if place == here]
