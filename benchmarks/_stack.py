@@ -170,10 +170,15 @@ class Stack:
         for handle in self.tracker.get_states().values():
             handle.manual_seed(seed + 1000)
 
-    def step(self) -> None:
-        """Forward and backward, with fresh gradients."""
+    def clear(self) -> None:
+        """Free gradients and results."""
         for tensor in (*self.parameters, self.x, *self.probes):
             tensor.grad = None
+        self.y, self.masks = self.grad, []
+
+    def step(self) -> None:
+        """Run forward and backward, with fresh gradients."""
+        self.clear()
         y, masks = self.x, []
         for region, probe in zip(self.regions, self.probes or [None] * len(self.regions), strict=True):
             if probe is None:
