@@ -230,3 +230,41 @@ def test_b10_offload_wrapper_outside_a_checkpointed_module(use_reentrant: bool) 
     y.sum().backward()
     proof.after_backward()
     assert_one_mask(y, x.grad)
+
+
+def test_b10_engines_hooks_say_which_hooks_are_the_users() -> None:
+    """Non-reentrant, as selective checkpointing asks since torch 2.14; see Note [Hooks that are not the user's].
+
+    It is the walk that torch makes: past the hooks of checkpoints, to those of the user.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    seen: list[object] = []
+
+    def users() -> object:
+        hooks: Any = top(False)
+        while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):
+            hooks = hooks[0]._user_hooks
+        return None if hooks is None else hooks[0]
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        seen.append(users())
+        return x.sin().exp()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        seen.append(users())
+        return te_checkpoint(inner, x, use_reentrant=False).cos()
+
+    def offload(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    x = torch.ones(3, requires_grad=True)
+    te_checkpoint(outer, x, use_reentrant=False).sum().backward()
+    assert seen == [None] * len(seen)
+    assert len(seen) >= 4
+    seen.clear()
+    with torch.autograd.graph.saved_tensors_hooks(offload, offload):
+        y = te_checkpoint(outer, x, use_reentrant=False)
+    assert seen == [offload, offload]
+    y.sum().backward()
+    assert set(seen[2:]) == {None}
+    assert users() is None

@@ -7,259 +7,23 @@ It follows the semantics of ``torch.utils.checkpoint.checkpoint(use_reentrant=Fa
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_engine_ext.errors import SavedTensorMismatchError
-from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, TensorList, pack, unpack_call
-from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs, changed_in_place, version_of
+from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, TensorList, pack
+from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
-from transformer_engine_ext.pytorch.recompute.region import Region, StopRecompute
-from transformer_engine_ext.pytorch.rng import Rewound
-from transformer_engine_ext.pytorch.rng.audit import mismatch
+from transformer_engine_ext.pytorch.recompute.region import Region
+from transformer_engine_ext.pytorch.recompute.saving import Saving, users_hooks
 
 __all__ = ["run_non_reentrant"]
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _sequence_number = torch._C._autograd._get_sequence_nr
-_graph_task = torch._C._current_graph_task_id
-
-Metadata = tuple[torch.Size, torch.dtype, torch.device]
-
-_TIP = (
-    "The function must run the same operators in forward and recompute. For a list of them, pass debug=True or use "
-    "torch.utils.checkpoint.set_checkpoint_debug_enabled(True); determinism_check='none' turns the comparison of "
-    "shapes off. Code that must run once only can ask transformer_engine_ext.pytorch.is_recomputing()."
-)
-
-
-class _Place:
-    """Where one saved tensor would be: filled by a recompute, emptied by the unpack that follows.
-
-    The graph holds it, the region only refers to it: a place that the graph has let go needs no tensor.
-    """
-
-    __slots__ = ("__weakref__", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: dict[object, tuple[Tensor, int]] = {}
-
-
-class _Saving:
-    """One region on this engine: its places, and the hooks that fill them.
-
-    Attributes
-    ----------
-    places : list of weakref
-        One for every tensor that forward saved, in order.
-    metadata : list of tuple, or None
-        Shape, dtype and device of each; None with ``determinism_check="none"``.
-    """
-
-    def __init__(
-        self,
-        region: Region,
-        packed: PackedCall,
-        inputs: SavedInputs,
-        early_stop: bool,
-        check: bool,
-        logs: OperatorLogs | None,
-    ) -> None:
-        self.region = region
-        self.packed = packed
-        self.inputs = inputs
-        self.early_stop = early_stop
-        self.logs = logs
-        self.places: list[weakref.ref[_Place]] = []
-        self.metadata: list[Metadata] | None = [] if check else None
-        self.last_save = -1
-        # Where the default CUDA generator stood at the last save; see Note [An early stop is audited].
-        self.clock = region.cuda_clock()
-        self.last_position = 0
-        # Whether autograd nodes were made behind the last save; unknown (True) until forward has ended.
-        self.open_end = True
-        self.ended = False
-        self.loose = False
-        self.recomputed: set[object] = set()
-
-    # Hooks of the forward.
-
-    def save(self, tensor: Tensor) -> _Place:
-        place = _Place()
-        self.places.append(weakref.ref(place))
-        if self.metadata is not None:
-            self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
-        self.last_save = _sequence_number()
-        if self.clock is not None:
-            self.last_position = self.clock.get_offset()
-        return place
-
-    # Note [One recompute per backward pass]
-    # The first unpack of a backward pass (a graph task) runs the function again and fills all places that the graph
-    # still holds; every further unpack of that pass takes from them and empties them, also with retain_graph, so that
-    # recomputed tensors live no longer than needed. Passes may overlap (a backward inside another one): tensors are
-    # kept per task. Outside of any pass (somebody reads grad_fn._saved_self) the task is -1, which is no identity, so
-    # such a read recomputes for itself.
-    def load(self, place: _Place) -> Tensor:
-        task = _task()
-        if task not in self.recomputed:
-            try:
-                self._recompute(task)
-            except SavedTensorMismatchError as error:
-                if self.logs is None:
-                    raise
-                raise SavedTensorMismatchError(f"{error}\n{self.logs.report()}") from None
-            self.recomputed.add(task)
-        try:
-            tensor, version = place.tensors.pop(task)
-        except KeyError:
-            raise SavedTensorMismatchError(
-                "Unpack is being triggered for a tensor that was already unpacked once in this backward pass. Read "
-                "ctx.saved_tensors once and keep the result: recomputed tensors are freed as they are handed out"
-            ) from None
-        # Autograd leaves this check out for tensors that went through hooks.
-        if version_of(tensor) != version:
-            raise changed_in_place("a tensor that the checkpointed function needs for its backward", tensor, version)
-        return tensor
-
-    def _recompute(self, task: object) -> None:
-        tensors = self.inputs.load()
-        run = _Run(self, task)
-        _push_hooks(run.fill, _identity)
-        try:
-            try:
-                self.region.recompute(*unpack_call(self.packed, tensors), run.start)
-            finally:
-                _pop_hooks()
-            run.check()
-        except BaseException:
-            run.empty()
-            raise
-        finally:
-            run.release()
-
-
-class _Run:
-    """One recompute: counts what it saves and compares it with the forward."""
-
-    __slots__ = ("count", "different", "early_stop", "rewound", "saving", "stopped_at", "surplus", "task")
-
-    def __init__(self, saving: _Saving, task: object) -> None:
-        self.saving = saving
-        self.task = task
-        self.count = 0
-        self.surplus = 0
-        self.rewound: Rewound | None = None
-        self.stopped_at: int | None = None
-        self.different: list[str] = []
-        # Note [Smart stop]
-        # Stopping through C++ by an exception costs about 30 us. Where forward made no autograd node behind its last
-        # save, nothing worth skipping is left, so the function simply returns: cheaper, and the audit can compare
-        # where every stream ended.
-        self.early_stop = saving.early_stop and saving.open_end
-
-    def start(self, rewound: Rewound) -> None:
-        self.rewound = rewound
-
-    # See Note [One recompute per backward pass]
-    def fill(self, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        saving, number = self.saving, self.count
-        if number >= len(saving.places):
-            self.surplus += 1
-            return tensor
-        self.count = number + 1
-        place = saving.places[number]()
-        # The graph may have let a place go, by a backward inside the region; then nobody will ask for its tensor.
-        if place is not None:
-            place.tensors[self.task] = tensor, version_of(tensor)
-            metadata = saving.metadata
-            if metadata is not None:
-                found = (tensor.shape, tensor.dtype, tensor.device)
-                if found != metadata[number]:
-                    self.different.append(
-                        f"tensor at position {number}:\n"
-                        f"  saved metadata: {_described(metadata[number])}\n"
-                        f"  recomputed metadata: {_described(found)}"
-                    )
-        if self.early_stop and self.count == len(saving.places):
-            # See Note [An early stop is audited]
-            if self.rewound is None or self.rewound.may_stop():
-                if saving.clock is not None:
-                    self.stopped_at = saving.clock.get_offset()
-                raise StopRecompute
-            self.early_stop = False
-        # Not the place: the function may run a backward of its own over the graph of the recompute.
-        return tensor
-
-    def check(self) -> None:
-        saving = self.saving
-        if not saving.ended:
-            # A backward inside the region: forward goes on behind this point, so counts may differ from now on.
-            saving.loose = saving.loose or self.surplus > 0
-            return
-        if self.stopped_at is not None and self.stopped_at != saving.last_position:
-            line = (
-                "  the default CUDA generator (or the stream it was bound to): at the last tensor that backward needs, "
-                f"forward stood at offset {saving.last_position}, recompute at {self.stopped_at}"
-            )
-            raise mismatch([line])
-        expected, saved = len(saving.places), self.count + self.surplus
-        if expected != saved and not saving.loose:
-            raise SavedTensorMismatchError(
-                "A different number of tensors was saved during the original forward and recomputation.\n"
-                f"Number of tensors saved during forward: {expected}\n"
-                f"Number of tensors saved during recomputation: {saved}\n{_TIP}"
-            )
-        if self.different:
-            raise SavedTensorMismatchError(
-                "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-                + "\n".join(self.different)
-                + f"\n{_TIP}"
-            )
-
-    def release(self) -> None:
-        """Forget the region.
-
-        The graph of the recompute holds the hook for as long as somebody holds a tensor of it (a module that keeps its
-        last output, say, which the region's function leads back to): a cycle that no collector could break.
-        """
-        del self.saving, self.rewound
-
-    def empty(self) -> None:
-        """Let go of what was filled: a recompute that fails must not keep its activations alive with the graph."""
-        for reference in self.saving.places:
-            place = reference()
-            if place is not None:
-                place.tensors.pop(self.task, None)
-
-
-def _described(metadata: Metadata) -> str:
-    shape, dtype, device = metadata
-    return f"shape {tuple(shape)}, {dtype}, {device}"
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-_exec_group: Callable[[], object] | None = getattr(torch._C, "_get_graph_exec_group", None)
-
-
-def _task() -> object:
-    """Return what identifies the present backward pass; torch's GraphExecGroup joins several into one."""
-    if _exec_group is not None:
-        group = _exec_group()
-        if group is not None:
-            return group
-    task: int = _graph_task()
-    return object() if task == -1 else task
 
 
 def run_non_reentrant(
@@ -297,12 +61,14 @@ def run_non_reentrant(
         What the function returned.
     """
     # See Note [Inputs belong to the enclosing region]
-    saving = _Saving(region, packed, SavedInputs(tensors), early_stop, check, logs)
-    _push_hooks(saving.save, saving.load)
+    saving = Saving(region, packed, SavedInputs(tensors), early_stop, check, logs)
+    saving._user_hooks = users_hooks()
+    _push_hooks(saving, saving.load)
     try:
         result = region.forward(args, kwargs)
     finally:
         _pop_hooks()
+        saving._user_hooks = None
     saving.ended = True
     if saving.places:
         # See Note [Smart stop]
