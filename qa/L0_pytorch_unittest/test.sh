@@ -49,6 +49,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_proof.py \
     tests/pytorch/test_audit_cost.py \
     tests/pytorch/test_backends.py \
+    tests/pytorch/test_benchmarks.py \
     tests/pytorch/test_broken_transformer_engine.py \
     tests/pytorch/test_capture_errors.py \
     tests/pytorch/test_capture_fakes.py \
@@ -80,6 +81,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_derivations.py \
     tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_error_text.py \
+    tests/pytorch/test_held_streams.py \
     tests/pytorch/test_native.py \
     tests/pytorch/test_native_build.py \
     tests/pytorch/test_native_jit.py \
@@ -100,7 +102,9 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_recompute_rng_traces.py \
     tests/pytorch/test_recompute_surroundings.py \
     tests/pytorch/test_region_hooks.py \
+    tests/pytorch/test_resharding.py \
     tests/pytorch/test_rng_file.py \
+    tests/pytorch/test_save_paths.py \
     tests/pytorch/test_state.py \
     tests/pytorch/test_streams.py \
     tests/pytorch/test_te_rng_names.py \
@@ -114,7 +118,9 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/distributed/test_dtensor_checkpoint.py \
     tests/pytorch/distributed/test_fsdp2_checkpoint.py \
     tests/pytorch/distributed/test_parallel_rng_ranks.py \
+    tests/pytorch/distributed/test_save_load_ranks.py \
     tests/pytorch/distributed/test_saved_activations.py \
+    tests/pytorch/distributed/test_verify_ranks.py \
     tests/pytorch/test_fuzz_programs.py \
     || test_fail "unittest"
 

@@ -143,6 +143,7 @@ def reshard(
         else:
             outcome[name] = "rederived"
             drifted.append(name)
+    # See Note [Streams on another layout]
     missing = [stream for stream in running.streams if stream["name"] not in states]
     states.update(work.derived(missing, places[rank]))
     _refuse_collisions(states, rank)
@@ -211,6 +212,8 @@ class _Resharding:
                     offset = max(self._furthest_of(stream["name"]), furthest.get(at, 0))
                     states[stream["name"]] = struct.pack("<QQ", at, offset)
         others = [stream for stream in streams if engine_of(stream) != PHILOX]
+        if not others:
+            return states
         table = self._table(others, seed, bits=32, generation=self.saved.generation + 1, taken=self._twister_seeds())
         for stream in others:
             states[stream["name"]] = self.fresh(engine_of(stream), table[stream["name"]].at(place))

@@ -57,6 +57,7 @@ def save_streams(path: Any, control: ControlGroup, layout: Layout, snapshot: Sna
     what = f"saving the streams to {path}"
     problem: Exception | None = None
     belief = ""
+    # See Note [A row per rank]
     try:
         os.fspath(path)
         header, states = snapshot()

@@ -87,6 +87,7 @@ def read_rank(entry: Any, where: str) -> tuple[int, Header, Row]:
         raise StateFormatError(
             f"{where}: the description names the streams {header.names()}, the entry holds {sorted(map(str, streams))}"
         )
+    # See Note [States that were cast]
     row = Row(place, tuple(bytes_of(_restored(name, streams[name], where)) for name in header.names()))
     if row_checksum(rank, row) != checksum:
         raise StateFormatError(
