@@ -41,7 +41,7 @@ ALLOWED = Path(__file__).with_name("mutation_survivors.txt")
 # These read sources, start processes that only import, try the tests' own tools, or are about the layers above.
 BLIND = re.compile(
     r"test_(notes|layering|qa_scripts|imports|helpers|proof|wheel|demo|cli|broken|error_text)\w*\.py$"
-    r"|test_(parallel_rng|rng_file|streams|resharding|verify)\w*\.py$"
+    r"|test_(parallel_rng|rng_file|streams|derivations|collisions|topology|resharding|verify|save_load|resume|inspect|megatron|dcp|integration|patch|doctor)\w*\.py$"
 )
 # Lines that run in worker processes only, where no coverage is measured: the files whose tests start the workers.
 WORKERS = {"pytorch/recompute/saved_activations.py": "test_saved_activations"}
