@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from transformer_engine_ext.pytorch.distributed.host_states import HOST_STREAMS
 from transformer_engine_ext.pytorch.distributed.streams import DEFAULT_STREAM, KNOWN_AXES, StreamSpec
 from transformer_engine_ext.pytorch.distributed.topology import Layout
 from transformer_engine_ext.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine_ext.pytorch.rng.devices import get_backend
 
-__all__ = ["check_axes", "check_device", "check_streams", "check_timeout", "check_tracker", "choose"]
+__all__ = ["check_axes", "check_device", "check_include", "check_streams", "check_timeout", "check_tracker", "choose"]
 
 
 def choose(what: str, value: str, accepted: Sequence[str]) -> str:
@@ -113,3 +114,12 @@ def check_axes(axes: Sequence[str] | None, layout: Layout) -> tuple[str, ...] | 
             f"meaning ({', '.join(KNOWN_AXES)})"
         )
     return tuple(sorted(set(axes)))
+
+
+def check_include(include: Sequence[str]) -> tuple[str, ...]:
+    """Return which of the host's generators are asked for."""
+    if isinstance(include, str) or not hasattr(include, "__iter__"):
+        raise TypeError(f"include is a sequence such as ('python', 'numpy'), got {include!r}")
+    for kind in include:
+        choose("include", kind, sorted(HOST_STREAMS.values()))
+    return tuple(include)

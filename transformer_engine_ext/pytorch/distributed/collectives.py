@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -67,6 +67,8 @@ _shared = _SharedGroups()
 class ControlGroup:
     """All ranks of the job, for messages of a few bytes per rank. Every method is a collective call.
 
+    What a rank sends does not grow with the number of ranks; only rank 0 receives from, or sends to, each of them.
+
     Parameters
     ----------
     timeout : timedelta
@@ -90,16 +92,36 @@ class ControlGroup:
         """Return every rank's bytes, in the order of ranks, on rank 0; None on the others."""
         if self.world_size == 1:
             return [payload]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        self._guarded(what, lambda group: dist.all_gather(sizes, torch.tensor([len(payload)]), group=group))
-        width = int(max(sizes))
-        padded = _to_tensor(payload.ljust(width, b"\0"))
+        width = torch.tensor([len(payload)])
+        self._guarded(what, lambda group: dist.all_reduce(width, dist.ReduceOp.MAX, group=group))
+        padded = _to_tensor(len(payload).to_bytes(8, "little") + payload.ljust(int(width), b"\0"))
         if self.rank:
             self._guarded(what, lambda group: dist.gather(padded, None, dst=0, group=group))
             return None
         received = [torch.empty_like(padded) for _ in range(self.world_size)]
         self._guarded(what, lambda group: dist.gather(padded, received, dst=0, group=group))
-        return [_to_bytes(row)[: int(size)] for row, size in zip(received, sizes, strict=True)]
+        return [_unpadded(row) for row in received]
+
+    def scatter(self, payloads: Sequence[bytes] | None, what: str) -> bytes:
+        """Return to every rank the entry that rank 0 passes for it; the other ranks pass None."""
+        if self.world_size == 1:
+            return payloads[0] if payloads else b""
+        width = torch.tensor([max(map(len, payloads)) if payloads else 0])
+        self._guarded(what, lambda group: dist.broadcast(width, 0, group=group))
+        received = torch.empty(8 + int(width), dtype=torch.uint8)
+        rows = None
+        if self.rank == 0 and payloads is not None:
+            rows = [_to_tensor(len(row).to_bytes(8, "little") + row.ljust(int(width), b"\0")) for row in payloads]
+        self._guarded(what, lambda group: dist.scatter(received, rows, src=0, group=group))
+        return _unpadded(received)
+
+    def total(self, words: Sequence[int], what: str) -> list[int]:
+        """Return, on every rank, the sums over all ranks of each of a few integers below 2**44."""
+        sums = torch.tensor(words)
+        if self.world_size > 1:
+            self._guarded(what, lambda group: dist.all_reduce(sums, group=group))
+        totals: list[int] = sums.tolist()
+        return totals
 
     def broadcast(self, payload: bytes, what: str) -> bytes:
         """Return rank 0's bytes on every rank; what the other ranks pass is ignored."""
@@ -170,4 +192,10 @@ def _to_tensor(payload: bytes) -> Tensor:
 
 
 def _to_bytes(message: Tensor) -> bytes:
-    return bytes(message.tolist())
+    data: bytes = message.numpy().tobytes()
+    return data
+
+
+def _unpadded(message: Tensor) -> bytes:
+    data = _to_bytes(message)
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from transformer_engine_ext.pytorch.distributed.arguments import (
+    check_axes,
     check_device,
+    check_include,
     check_streams,
     check_timeout,
     check_tracker,
@@ -30,6 +32,7 @@ from transformer_engine_ext.pytorch.distributed.saved_table import Header, state
 from transformer_engine_ext.pytorch.distributed.state_dicts import pack_rank, unpack_rank
 from transformer_engine_ext.pytorch.distributed.streams import StreamSpec, standard_streams
 from transformer_engine_ext.pytorch.distributed.topology import Layout, Topology, resolve_topology
+from transformer_engine_ext.pytorch.distributed.verify import Every, Verifier
 from transformer_engine_ext.pytorch.rng import CudaRNGStatesTracker
 
 __all__ = ["ParallelRNG"]
@@ -59,6 +62,9 @@ class ParallelRNG:
         Note [Streams on another layout].
     device : torch.device, str or int, optional
         Whose streams these are; by default the current CUDA device, or the CPU if there is none.
+    include : sequence of str
+        ``"python"``, ``"numpy"``: seed, save and restore the global generators of Python's ``random`` and of numpy as
+        well, as streams named ``"python-random"`` and ``"numpy-random"``. See Note [Generators of the host].
     timeout : timedelta or float
         How long :meth:`verify`, :meth:`save` and :meth:`load` wait for the other ranks; a number is seconds.
 
@@ -99,6 +105,7 @@ class ParallelRNG:
         derivation: str = "megatron",
         on_layout_change: str = "error",
         device: torch.device | str | int | None = None,
+        include: Sequence[str] = (),
         timeout: timedelta | float = DEFAULT_TIMEOUT,
     ) -> None:
         choose("derivation", derivation, DERIVATIONS)
@@ -113,7 +120,8 @@ class ParallelRNG:
         self._control = ControlGroup(check_timeout(timeout))
         self._seed: int | None = None
         self._generation = 0
-        self._held = HeldStreams(self.streams, self.tracker, device)
+        self._held = HeldStreams(self.streams, self.tracker, device, check_include(include))
+        self._verifier = Verifier(self._control, self.layout, self._held, derivation)
 
     def seed(self, seed: int) -> None:
         """Start every stream anew from one seed of the job. Local; call it on every rank with the same number.
@@ -143,8 +151,76 @@ class ParallelRNG:
         seed = check_seed(seed)
         table = derive_table(self.derivation, self.streams, seed, self.layout.axes, bits=bits)
         audit_seeds(table, self.layout, bits=bits, derivation=self.derivation)
-        self._held.seed({name: stream.at(self.layout.coordinates) for name, stream in table.items()})
+        seeds = {name: stream.at(self.layout.coordinates) for name, stream in table.items()}
+        self._held.seed(seeds)
+        self._verifier.vouch(f"seed {seed}", seeds)
         self._seed, self._generation = seed, 0
+
+    def verify(self, *, axes: Sequence[str] | None = None, repair: str | None = None) -> tuple[str, ...]:
+        """Check that the streams of all ranks agree as declared. Collective: every rank must call it, at one step.
+
+        Seeds must be equal on the ranks that have the same coordinates on a stream's ``varies_over``, and differ
+        between neighbours on each of these axes. Positions must be equal along each axis of ``lockstep_over``, and
+        may be anything elsewhere: ranks of other pipeline stages stand elsewhere.
+
+        While all is well, each rank sends four numbers in one collective, whatever the number of ranks. Only if
+        something does not agree, or the seeds were not set by :meth:`seed` since the last check (after a load, say),
+        rank 0 gathers a report of some hundred bytes from each rank.
+
+        Parameters
+        ----------
+        axes : sequence of str, optional
+            Compare only ranks that differ along these axes, e.g. ``("tp",)``; default all.
+        repair : str, optional
+            ``"broadcast"``: where a stream that must agree does not, the ranks that stand out get, in place, the state
+            of the first rank of the majority, or of the group's first rank if there is no majority; rank 0 logs the
+            table as a warning. Streams that are alike where they must differ are never repaired.
+
+        Returns
+        -------
+        tuple of str
+            The streams that were repaired.
+
+        Raises
+        ------
+        StreamMismatchError
+            With the same text on every rank: what does not hold, and a table of the streams and ranks concerned. A
+            cell is ``seed +position`` (CUDA: the offset; CPU: 32-bit words drawn, or a digest of the state after
+            many), with a ``*`` where it stands out.
+        LayoutMismatchError
+            If the ranks have other axes, streams or arguments.
+        PeerFailureError
+            If another rank died or did not come within the time-out.
+        Exception
+            What a rank failed with, such as inside a fork, on every rank.
+        """
+        if repair is not None:
+            choose("repair", repair, ("broadcast",))
+        return self._verifier.run(check_axes(axes, self.layout), repair)
+
+    def every(self, n: int, *, axes: Sequence[str] | None = None, repair: str | None = None) -> Every:
+        """Return a hook for a training loop that calls :meth:`verify` on every n-th call.
+
+        Call it once per step on every rank, outside of forks and regions: after the optimizer's step, say, or give it
+        to ``optimizer.register_step_post_hook``; it ignores its arguments. Calls are counted from 1 by each hook, so
+        that calls n, 2n, ... verify; all ranks need the same `n` and the same number of calls, or the one that verifies
+        waits for the others until the time-out.
+
+        Parameters
+        ----------
+        n : int
+            At least 1.
+        axes, repair
+            As for :meth:`verify`.
+
+        Examples
+        --------
+        >>> optimizer.register_step_post_hook(rng.every(100))         # doctest: +SKIP
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n is a number of steps, at least 1; got {n!r}")
+        check_axes(axes, self.layout)
+        return Every(lambda: self.verify(axes=axes, repair=repair), n)
 
     def states(self) -> dict[str, Tensor]:
         """Return the value of each of this rank's streams: name to ``uint8`` on the CPU. Local, changes nothing.
