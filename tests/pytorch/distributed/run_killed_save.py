@@ -19,6 +19,7 @@ from _helpers import PASS_TOKEN
 from transformer_engine_ext.errors import PeerFailureError
 from transformer_engine_ext.pytorch.distributed import ParallelRNG, atomic_write
 
+
 def kill(*arguments: Any, **options: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -38,7 +38,7 @@ _KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state"
 _WHERE = "rng_state"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MegatronState:
     """One dictionary of the list, as values.
 
@@ -187,7 +187,7 @@ def _numpy_state(state: Any) -> tuple[Any, ...]:
         gauss = as_array(gauss, f"{_WHERE}: np_rng_state") if isinstance(gauss, Record) else gauss
         candidate = (str(kind), words.astype(np.uint32), int(position), int(has_gauss), float(gauss))
         np.random.RandomState().set_state(candidate)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         raise StateFormatError(f"{_WHERE}: np_rng_state is no state of numpy.random ({error!r})") from error
     return candidate
 
