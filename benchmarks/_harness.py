@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from _environment import environment
 
-__all__ = ["Report", "Side", "Timing", "parser", "peak_memory", "synchronize", "time_sides"]
+__all__ = ["Report", "Side", "Timing", "parse", "parser", "peak_memory", "synchronize", "time_sides"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def synchronize() -> None:
 # a synchronisation (torch.utils.benchmark's timer does that), so that work in flight counts. The garbage collector is
 # off within blocks and runs between them; what was there before is frozen, so that this costs little.
 def time_sides(
-    sides: Sequence[Side], rounds: int, block: float = 0.02, warmup: float = 0.05, what: str = ""
+    sides: Sequence[Side], options: argparse.Namespace, what: str = "", *, single: bool = False
 ) -> dict[str, Timing]:
     """Time several sides in turns.
 
@@ -85,14 +85,12 @@ def time_sides(
     ----------
     sides : sequence of Side
         What to time.
-    rounds : int
-        Blocks per side.
-    block : float
-        Seconds that one block should last.
-    warmup : float
-        Seconds to run each side before the first round.
+    options : argparse.Namespace
+        ``rounds``, blocks per side; ``block``, seconds that one should last; ``warmup``, seconds before the first one.
     what : str
         Shown beside the progress bar.
+    single : bool
+        One call per block and none before: for sides that take long.
 
     Returns
     -------
@@ -101,21 +99,31 @@ def time_sides(
     """
     # See Note [Sides are compared within a round]
     timers = {side.name: Timer("run()", globals={"run": side.run}) for side in sides}
-    numbers = {side.name: _warm(side.run, warmup, block) for side in sides}
+    numbers = {side.name: 1 if single else _warm(side.run, options.warmup, options.block) for side in sides}
     timings = {side.name: Timing() for side in sides}
-    names = [side.name for side in sides]
+    runs = {side.name: side.run for side in sides}
+    names = list(runs)
     gc.collect()
     gc.freeze()
     try:
-        for turn in progress(range(rounds), what):
+        for turn in progress(range(options.rounds), what):
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
                 gc.collect()
-                measured = timers[name].timeit(numbers[name])
-                timings[name].samples.append(measured.raw_times[0] / numbers[name])
+                timings[name].samples.append(
+                    _once(runs[name]) if single else timers[name].timeit(numbers[name]).raw_times[0] / numbers[name]
+                )
     finally:
         gc.unfreeze()
     return timings
+
+
+def _once(run: Callable[[], object]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
 
 
 def _warm(run: Callable[[], object], seconds: float, block: float) -> int:
@@ -123,7 +131,7 @@ def _warm(run: Callable[[], object], seconds: float, block: float) -> int:
     run()  # what is compiled, built or filled at first use does not count
     synchronize()
     calls, start = 0, time.perf_counter()
-    while calls < 2 or time.perf_counter() - start < seconds:
+    while calls < 1 or time.perf_counter() - start < seconds:
         run()
         calls += 1
         if calls % 8 == 0 or seconds == 0:
@@ -214,12 +222,21 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def parse(options: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line that ``parser`` made."""
+    chosen = options.parse_args(arguments)
+    if chosen.quick:
+        chosen.rounds, chosen.block, chosen.warmup = min(chosen.rounds, 3), 0.0, 0.0
+    return chosen
+
+
 def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     """Return a command line with the options that all benchmarks have."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--json", type=Path, help="write the result to this file")
     result.add_argument("--rounds", type=int, default=rounds, help="blocks per side (default: %(default)s)")
     result.add_argument("--block", type=float, default=0.02, help="seconds per block (default: %(default)s)")
+    result.add_argument("--warmup", type=float, default=0.05, help="seconds before the first block")
     result.add_argument("--quick", action="store_true", help="smallest sizes and counts: does it run at all?")
     result.add_argument("--commit", help="commit to name in the result, where there is no git")
     return result

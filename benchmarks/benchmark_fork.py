@@ -11,13 +11,14 @@ CUDA the floor is a handle on the default generator's state, and setting it twic
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from _engines import transformer_engine
-from _harness import Report, Side, parser, time_sides
+from _harness import Report, Side, parse, parser, time_sides
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
 
 #: Forks per call, so that the call itself does not count.
@@ -70,7 +71,7 @@ def handles() -> Callable[[], object]:
     return run
 
 
-def run_device(device: str, report: Report, rounds: int, block: float) -> None:
+def run_device(device: str, report: Report, options: argparse.Namespace) -> None:
     """Measure on one device."""
     te = transformer_engine() if device == "cuda" else None
     trackers = {"ours": CudaRNGStatesTracker(device)}
@@ -81,7 +82,7 @@ def run_device(device: str, report: Report, rounds: int, block: float) -> None:
         tracker.add("other", 2)
     sides = [Side(f"{name}, depth {d}", forks(tracker, d)) for name, tracker in trackers.items() for d in (1, 2)]
     sides.append(Side("floor", handles() if device == "cuda" else moves()))
-    timings = time_sides(sides, rounds, block, what=f"{device}: fork")
+    timings = time_sides(sides, options, f"{device}: fork")
     for side in sides:
         report.add("fork", device=device, side=side.name, **timings[side.name].row("us_", 1e6 / REPEAT))
     ours = timings["ours, depth 1"]
@@ -89,10 +90,10 @@ def run_device(device: str, report: Report, rounds: int, block: float) -> None:
         report.target("cpu: fork, ours over the state moves", ours.over(timings["floor"]), 1.1)
     elif te is not None:
         report.target("cuda: fork, ours over te", ours.over(timings["te, depth 1"]), 1.0)
-    _inside_region(device, trackers["ours"], report, rounds, block)
+    _inside_region(device, trackers["ours"], report, options)
 
 
-def _inside_region(device: str, tracker: CudaRNGStatesTracker, report: Report, rounds: int, block: float) -> None:
+def _inside_region(device: str, tracker: CudaRNGStatesTracker, report: Report, options: argparse.Namespace) -> None:
     """Measure a fork inside a region, where the first one of a stream also notes its value."""
     x = torch.ones(8, device=device, requires_grad=True)
 
@@ -108,7 +109,7 @@ def _inside_region(device: str, tracker: CudaRNGStatesTracker, report: Report, r
             pass
 
     sides = [Side("none", region(lambda: None)), Side("one", region(one)), Side("many", region(forks(tracker)))]
-    timings = time_sides(sides, rounds, block, what=f"{device}: fork in a region")
+    timings = time_sides(sides, options, f"{device}: fork in a region")
     first = timings["one"].minus(timings["none"])
     later = timings["many"].minus(timings["one"])
     report.add("fork", device=device, side="ours, first in a region", **first.row("us_"))
@@ -117,17 +118,15 @@ def _inside_region(device: str, tracker: CudaRNGStatesTracker, report: Report, r
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark."""
-    chosen = parser(__doc__, rounds=50).parse_args(arguments)
-    if chosen.quick:
-        chosen.rounds, chosen.block = min(chosen.rounds, 3), 0.002
+    chosen = parse(parser(__doc__, rounds=50), arguments)
     report = Report("fork", chosen)
     if torch.cuda.is_available():
-        run_device("cuda", report, chosen.rounds, chosen.block)
+        run_device("cuda", report, chosen)
         if transformer_engine() is None:
             report.note("Transformer Engine is not there: without its side")
     else:
         report.note("no CUDA here: only the CPU sides")
-    run_device("cpu", report, chosen.rounds, chosen.block)
+    run_device("cpu", report, chosen)
     report.write()
 
 

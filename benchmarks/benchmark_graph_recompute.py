@@ -24,7 +24,7 @@ import torch
 
 from _engines import DIRECT, Engine, engines, transformer_engine
 from _graphs import capture_callables, capture_step, warm_up
-from _harness import Report, Side, Timing, parser, peak_memory, progress, time_sides
+from _harness import Report, Side, Timing, parse, parser, peak_memory, progress, time_sides
 from _stack import SIZES, Size, Stack, make_tracker, no_fusions
 from transformer_engine_ext.pytorch.rng import native
 
@@ -135,7 +135,7 @@ def run_size(size: Size, device: str, report: Report, options: argparse.Namespac
             found[name] |= masks(arm, functools.partial(make, layers=1))
     print(f"{size.name}: compared in {time.perf_counter() - start:.1f} s", flush=True)
     sides = [Side(name, step) for name, (_, _, step, _, _) in built.items()]
-    timings = time_sides(sides, options.rounds, options.block, 0.1, size.name)
+    timings = time_sides(sides, options, size.name)
     for name, (arm, _, _, peak, kept) in built.items():
         row = timings[name].row("ms_", 1e3)
         memory = {
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--no-masks", dest="masks", action="store_false", help="do not count mask elements")
     options.add_argument("--deterministic", action="store_true", help="only deterministic attention, for bit equality")
     options.add_argument("--te-captured", action="store_true", help="capture Transformer Engine's checkpoint too")
-    chosen = options.parse_args(arguments)
+    chosen = parse(options, arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if chosen.quick or device == "cpu":
         chosen.sizes, chosen.layers, chosen.rounds = ["tiny"], 2, min(chosen.rounds, 3)

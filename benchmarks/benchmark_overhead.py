@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from _engines import Engine, engines, transformer_engine
-from _harness import Report, Side, Timing, parser, time_sides
+from _harness import Report, Side, Timing, parse, parser, time_sides
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker
 
 Body = Callable[[Tensor], Tensor]
@@ -99,7 +99,7 @@ class Bench:
                     twins[engine.name] = f"bare {family}"
         fields = {"streams": streams, **fields}
         what = f"{self.device}: {section} " + " ".join(f"{key}={value}" for key, value in fields.items())
-        timings = time_sides(sides, self.options.rounds, self.options.block, 0.05, what)
+        timings = time_sides(sides, self.options, what)
         overheads = {}
         for name, twin in twins.items():
             overheads[name] = Timing([sample / per for sample in timings[name].minus(timings[twin]).samples])
@@ -240,7 +240,7 @@ def by_depth(bench: Bench) -> None:
         bench.measure("nesting", bench.choose(*names), _plain, wrap=wrap, bare_times=depth, depth=depth)
 
 
-def of_import(report: Report, rounds: int) -> None:
+def of_import(report: Report, options: argparse.Namespace) -> None:
     """Time fresh interpreters that import the package, and that import torch only."""
 
     def fresh(code: str) -> Callable[[], object]:
@@ -250,7 +250,7 @@ def of_import(report: Report, rounds: int) -> None:
         Side("torch", fresh("import torch")),
         Side("package", fresh("import torch, transformer_engine_ext.pytorch")),
     ]
-    timings = time_sides(sides, rounds, 0.0, 0.0, "import")
+    timings = time_sides(sides, options, "import", single=True)
     for side in sides:
         report.add("import", side=side.name, **timings[side.name].row("s_", 1))
     ratio = timings["package"].over(timings["torch"])
@@ -262,9 +262,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, rounds=25)
     options.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), default=["cuda", "cpu"])
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    chosen = options.parse_args(arguments)
-    if chosen.quick:
-        chosen.rounds, chosen.block = min(chosen.rounds, 3), 0.002
+    chosen = parse(options, arguments)
     report = Report("overhead", chosen)
     if "cuda" in chosen.devices and not torch.cuda.is_available():
         report.note("no CUDA here: only the CPU sides, without Transformer Engine's")
@@ -284,7 +282,9 @@ def main(arguments: list[str] | None = None) -> None:
             if name in chosen.sections:
                 run(bench)
     if "import" in chosen.sections:
-        of_import(report, min(chosen.rounds, 3 if chosen.quick else 9))
+        of_import(
+            report, argparse.Namespace(**{**vars(chosen), "rounds": 1 if chosen.quick else min(chosen.rounds, 9)})
+        )
     report.write()
 
 

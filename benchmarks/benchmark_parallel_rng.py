@@ -13,6 +13,7 @@ No GPU is needed: CUDA streams are 16 bytes of seed and offset wherever they are
 
 from __future__ import annotations
 
+import argparse
 import os
 import struct
 import tempfile
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from _harness import Report, Side, parser, time_sides
+from _harness import Report, Side, parse, parser, time_sides
 from transformer_engine_ext.errors import SeedCollisionWarning
 from transformer_engine_ext.pytorch.distributed import ParallelRNG, megatron_streams
 from transformer_engine_ext.pytorch.distributed.atomic_write import write_atomically
@@ -76,7 +77,7 @@ def table(ranks: int, axes: dict[str, int]) -> tuple[Header, list[Row]]:
     return header, rows
 
 
-def run_ranks(ranks: int, folder: Path, report: Report, rounds: int) -> None:
+def run_ranks(ranks: int, folder: Path, report: Report, options: argparse.Namespace) -> None:
     """Measure at one number of ranks."""
     axes = dict(zip(("pp", "dp", "tp"), MESHES[ranks], strict=True))
     path = folder / f"{ranks}.safetensors"
@@ -109,13 +110,15 @@ def run_ranks(ranks: int, folder: Path, report: Report, rounds: int) -> None:
             ranks,
             os.path.getsize(path),
             report,
-            rounds,
+            options,
         )
 
 
-def _time(calls: dict[str, Callable[[], object]], ranks: int, size: int, report: Report, rounds: int) -> None:
+def _time(
+    calls: dict[str, Callable[[], object]], ranks: int, size: int, report: Report, options: argparse.Namespace
+) -> None:
     sides = [Side(name, call) for name, call in calls.items()]
-    timings = time_sides(sides, rounds, 0.0, 0.0, f"{ranks} ranks")
+    timings = time_sides(sides, options, f"{ranks} ranks", single=True)
     for name in calls:
         row = timings[name].row("ms_", 1e3)
         report.add("ranks", ranks=ranks, side=name, file_bytes=size if name == "save" else None, **row)
@@ -125,16 +128,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark."""
     options = parser(__doc__, rounds=7)
     options.add_argument("--ranks", nargs="+", type=int, choices=MESHES, default=list(MESHES))
-    chosen = options.parse_args(arguments)
+    chosen = parse(options, arguments)
     if chosen.quick:
-        chosen.ranks, chosen.rounds = [8, 64], min(chosen.rounds, 3)
+        chosen.ranks = [8, 64]
     report = Report("parallel_rng", chosen)
     report.note("ranks are simulated in one process; collectives between them are not part of it")
     if not torch.distributed.is_available():
         raise SystemExit("this build of torch has no torch.distributed")
     with tempfile.TemporaryDirectory() as folder:
         for ranks in chosen.ranks:
-            run_ranks(ranks, Path(folder), report, chosen.rounds)
+            run_ranks(ranks, Path(folder), report, chosen)
     report.write()
 
 

@@ -18,7 +18,7 @@ import gc
 import torch
 
 from _engines import DIRECT, Engine, engines, transformer_engine
-from _harness import Report, Side, Timing, parser, progress, time_sides
+from _harness import Report, Side, Timing, parse, parser, progress, time_sides
 from _stack import SIZES, Size, Stack, make_tracker, no_fusions
 from benchmark_graph_recompute import Arm, compare, masks
 
@@ -36,9 +36,7 @@ def run_size(size: Size, dropout: float, device: str, report: Report, options: a
         found[name] = compare(stack, step, plain, plain_step)
         if dropout:
             found[name] |= masks(arm, functools.partial(make, layers=1))
-    timings = time_sides(
-        [Side(name, step) for name, (_, _, step, _, _) in built.items()], options.rounds, options.block, 0.1, what
-    )
+    timings = time_sides([Side(name, step) for name, (_, _, step, _, _) in built.items()], options, what)
     for name, (_, _, _, peak, _) in built.items():
         peak_mib = None if peak is None else round(peak / 2**20, 1)
         row = timings[name].row("ms_", 1e3)
@@ -81,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--dropouts", nargs="+", type=float, default=[0.1, 0.0])
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--fusions", action="store_true", help="leave Transformer Engine's compiled fusions on")
-    chosen = options.parse_args(arguments)
+    chosen = parse(options, arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if chosen.quick or device == "cpu":
         chosen.sizes, chosen.layers, chosen.rounds = ["tiny"], 2, min(chosen.rounds, 3)

@@ -25,8 +25,6 @@ import matplotlib.pyplot as plt
 RESULTS = Path(__file__).resolve().parent / "results"
 
 COLOURS = {"ours": "#2a7f62", "te": "#76b900", "torch": "#ee4c2c", "plain": "#999999"}
-NAMES = {"ours": "this package", "te": "Transformer Engine", "torch": "torch.utils.checkpoint", "plain": "without"}
-
 Result = Mapping[str, Any]
 
 
@@ -52,9 +50,7 @@ def rows(result: Result, **fields: Any) -> list[Mapping[str, Any]]:
 
 def label(side: str) -> str:
     """Return a side's name as the picture says it."""
-    for short, long in (("ours", "this package"), ("te ", "Transformer Engine "), ("torch ", "torch ")):
-        side = side.replace(short, long)
-    return side
+    return side.replace("ours", "this package").replace("te ", "TE ").replace("non-reentrant", "non-reentr.")
 
 
 def errors(found: Sequence[Mapping[str, Any]], unit: str) -> list[list[float]]:
@@ -79,10 +75,13 @@ def draw_steps(axes: Any, result: Result, size: str) -> None:
         if wrong:
             bar.set_hatch("///")
             bar.set_edgecolor("white")
-            text += f", {wrong:,} of {of:,} mask elements wrong"
-        axes.text(row["ms_median"], bar.get_y() + bar.get_height() / 2, text, va="center", fontsize=7)
+            text += f", masks wrong: {wrong / of:.0%}"
+        axes.text(
+            max(row["ms_median"], row["ms_q3"]), bar.get_y() + bar.get_height() / 2, text, va="center", fontsize=7
+        )
     axes.set_xlabel("ms per step (forward and backward)")
-    axes.set_xlim(right=1.75 * max(row["ms_median"] for row in found))
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_xlim(right=1.4 * max(row["ms_median"] for row in found))
     axes.set_title(f"{result['options']['layers']} transformer layers, {size}")
 
 
@@ -90,7 +89,7 @@ def draw_engines(axes: Any, result: Result, device: str) -> None:
     """Draw the overhead of a region that draws from three streams."""
     found = [row for row in rows(result, section="engines", device=device, used=3) if "no rng" not in row["side"]]
     axes.bar(
-        [row["side"].replace(" ", "\n", 1) for row in found],
+        [row["side"].replace(" ", "\n", 1).replace("non-", "non-\n") for row in found],
         [row["overhead_us_median"] for row in found],
         yerr=errors(found, "overhead_us_"),
         color=[COLOURS[family(row["side"])] for row in found],
