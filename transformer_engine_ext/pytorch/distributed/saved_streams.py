@@ -24,6 +24,7 @@ from transformer_engine_ext.pytorch.distributed.agreement import (
 )
 from transformer_engine_ext.pytorch.distributed.atomic_write import write_atomically
 from transformer_engine_ext.pytorch.distributed.collectives import ControlGroup
+from transformer_engine_ext.pytorch.distributed.host_states import HOST_STREAMS, fresh_host_state
 from transformer_engine_ext.pytorch.distributed.resharding import (
     FreshState,
     LoadReport,
@@ -43,6 +44,8 @@ Snapshot = Callable[[], tuple[Header, Mapping[str, Tensor]]]
 
 def fresh_state(engine: str, seed: int) -> bytes:
     """Return the state of a stream that starts from a seed, for a kind of state that is not philox."""
+    if engine in HOST_STREAMS.values():
+        return fresh_host_state(engine, seed)
     if engine != MT19937:
         raise StateFormatError(f"no streams of kind {engine!r} can be made by this release")
     return bytes_of(torch.Generator().manual_seed(seed).get_state())
