@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import dropout
 
 from transformer_engine_ext.errors import LayoutMismatchError, SeedCollisionWarning, StreamMismatchError
-from transformer_engine_ext.pytorch.distributed import ParallelRNG, StreamSpec, megatron_streams
+from transformer_engine_ext.pytorch.distributed import ParallelRNG, StreamSpec, from_megatron, megatron_streams
 from transformer_engine_ext.pytorch.distributed.collectives import ControlGroup
 
 
@@ -235,6 +236,13 @@ def case_other_ways_to_name_the_axes() -> None:
         assert rng.layout.everyone[dist.get_rank()].tolist() == list(rng.layout.coordinates.values())
         assert {rng.tracker.states_["expert-parallel-rng"].initial_seed()} == {1025 + 100 * dist.get_rank()}
     assert layouts[0] == layouts[1] == layouts[2]
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_data_parallel_group=lambda: groups["dp"],
+        get_tensor_model_parallel_group=lambda: groups["tp"],
+        get_expert_model_parallel_group=lambda: groups["ep"],
+    )
+    assert from_megatron(state) == groups
     with pytest.raises(ValueError, match="two meshes name the axis 'tp'"):
         ParallelRNG(
             [dense, mesh_of(tp=world)] if world > 2 else [dense, DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",))]
