@@ -49,7 +49,8 @@ def inside_region(memory: dict[str, Any], recompute: bool) -> Iterator[None]:
     recompute : bool
         Which of the two this is.
     """
-    token = _enter(memory, recompute)
+    # Whatever engine runs around it: the forward runs without grad, and the recompute's graph is the one that is used.
+    token = _enter(memory, recompute, True)
     _covered.depth += 1
     try:
         yield
@@ -58,8 +59,7 @@ def inside_region(memory: dict[str, Any], recompute: bool) -> Iterator[None]:
         _leave(token)
 
 
-def _enter(memory: dict[str, Any], recompute: bool) -> Any:
-    reentrant = use_reentrant_activation_recompute()
+def _enter(memory: dict[str, Any], recompute: bool, reentrant: bool) -> Any:
     before = enter_phase(RECOMPUTE if recompute else FORWARD, reentrant)
     hook = current_hook()
     try:
@@ -101,7 +101,7 @@ def contexts_for(plan: Plan, distributed: Any) -> None:
             elif memory is None:
                 memory = {}
                 _unpaired.append(memory)
-            entered.append(_enter(memory, self.recompute_phase))
+            entered.append(_enter(memory, self.recompute_phase, use_reentrant_activation_recompute()))
 
     def leave(self: Any, *exception: Any) -> None:
         entered = vars(self)["_te_ext_entered"].pop()

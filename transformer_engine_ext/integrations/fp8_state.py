@@ -201,6 +201,7 @@ class FP8State:
         names = _FIELDS if new else _FIELDS.values()
         self._names = tuple(name for name in names if hasattr(holder, name))
         self._enabled = "fp8_enabled" if new else "FP8_ENABLED"
+        self._first = "is_first_fp8_module" if new else "IS_FIRST_FP8_MODULE"
         self._can_route = new
 
     def enabled(self) -> bool:
@@ -222,6 +223,21 @@ class FP8State:
         finally:
             _watch.silent = False
             _watch.entered = True
+
+    def use_up_first(self, region: Open, entered: tuple[Any, ...]) -> None:
+        """Use the first-module flag up where a region's FP8 modules did not.
+
+        Parameters
+        ----------
+        region : Open
+            A region that runs without grad in forward, where modules leave the flag alone.
+        entered : tuple
+            What ``read`` returned when the region was entered.
+        """
+        # See Note [FP8 updates happen once]: the flag is the next region's otherwise, too.
+        if region.memory.get("stash") and entered[0]:
+            holder = self._holder()
+            setattr(holder, self._first, False)
 
     def enter(self, region: Open) -> None:
         """Route scales and flags by region from now on. See Note [FP8 scales belong to the region]."""

@@ -21,6 +21,13 @@ from transformer_engine_ext.pytorch.rng.registry import register_tracker
 
 __all__ = ["plan_transformer_engine"]
 
+# Of the class object itself, not of what its instances do.
+_OF_THE_CLASS = frozenset(vars(type("_Empty", (), {}))) | {
+    "__annotations__",
+    "__annotate_func__",
+    "__static_attributes__",
+}
+
 
 def plan_transformer_engine(distributed: Any) -> Plan:
     """Plan the replacements.
@@ -113,22 +120,20 @@ def _plan_tracker(plan: Plan, distributed: Any, cls: type) -> None:
         with ours.fork(self, name):
             yield
 
-    states = vars(ours)["states_"]
-    for name, value in {
+    blank = vars(ours())  # what instances of ours hold; theirs find it on the class
+    inner = {name: value for name, value in blank.items() if name not in ("_states", "seeds_")}
+    theirs = {name: value for name, value in vars(ours).items() if name not in _OF_THE_CLASS}
+    replaced = {
         "__init__": init,
-        "_device": None,
         "_states": property(read, write),
-        "states_": property(states.fget, write),
-        "reset": ours.reset,
+        "states_": property(vars(ours)["states_"].fget, write),
         "get_states": get_states,
         "set_states": set_states,
         "add": add,
-        "_placement": ours._placement,
-        "_stream_for": ours._stream_for,
-        "__deepcopy__": ours.__deepcopy__,
-        "__repr__": ours.__repr__,
-    }.items():
-        plan.attribute(cls, name, value)
+    }
+    for name, value in {**inner, **theirs, **replaced}.items():
+        if name != "fork":
+            plan.attribute(cls, name, value)
     # Bound methods that were kept before now (an attention module keeps its tracker's fork).
     plan.code(cls, "fork", lambda original: fork)
     plan.attribute(cls, "fork", ours.fork)

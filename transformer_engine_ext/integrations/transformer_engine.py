@@ -97,6 +97,8 @@ class TransformerEngineHook:
         self._unshield(shield)
         self.set_flags(flags)
         if self._fp8 is not None:
+            if region.reentrant:
+                self._fp8.use_up_first(region, memory["autocast"])
             self._fp8.leave(region)
 
     def enter_recompute(self, memory: dict[str, Any], reentrant: bool) -> Any:
