@@ -310,7 +310,7 @@ def test_folders_of_the_torch_dist_format(tmp_path: Path) -> None:
         torch.rand(1)
         expected.append(rng.states()["default"])
         data = io.BytesIO()
-        torch.save(rng.megatron_rng_state(generators=True), data)
+        torch.save([rng.megatron_rng_state(generators=True)], data)
         items[f"rng_state/shard_0.{tp}_1.2"] = data
     dcp.save(items, checkpoint_id=tmp_path / "iter_0000003", planner=AsItIs(), no_dist=True)
     found = read_megatron_rng_state(tmp_path / "iter_0000003")

@@ -72,7 +72,7 @@ def read_megatron_rng_state(path: str | os.PathLike[str]) -> dict[str, list[dict
         if not shards:
             raise StateFormatError(f"{path}: no item of this checkpoint is Megatron's 'rng_state'")
         places = {_shard_place(place): name for place, name in sorted(shards.items(), key=lambda item: _key(item[0]))}
-        return {place: _plain(folder.read(name)) for place, name in places.items()}
+        return {place: _plain(_shard_data(folder.read(name))) for place, name in places.items()}
     matches = sorted((match.string, match) for name in os.listdir(path) if (match := _FOLDER.match(name)))
     if not matches:
         raise StateFormatError(f"{path}: no checkpoint of Megatron: neither 'mp_rank_..' folders nor '.metadata'")
@@ -88,6 +88,12 @@ def _rng_state_of(path: str) -> Any:
         found = sorted(map(str, contents))[:12] if isinstance(contents, Mapping) else describe(contents)
         raise StateFormatError(f"{path}: no Megatron checkpoint with 'rng_state' in it; it holds {found}")
     return contents["rng_state"]
+
+
+def _shard_data(item: Any) -> Any:
+    # A shard is written as a list of its parts' data, with one part, which is itself the list of dictionaries. Source:
+    # _mcore_to_torch_sharded_object, megatron/core/dist_checkpointing/strategies/torch.py.
+    return item[0] if isinstance(item, list) and item and isinstance(item[0], list) else item
 
 
 def _plain(rng_state: Any) -> list[dict[str, Any]]:
