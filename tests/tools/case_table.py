@@ -4,7 +4,7 @@
 
     python -m pytest --junitxml=cpu.xml tests; python tests/tools/case_table.py "CPU=cpu.xml" "H200, torch 2.11=gpu.xml"
 
-A test carries the ids of its cases in its name (``test_b12_e7_...``) or in its parameters (``[b10 shared parameters]``).
+A test carries the ids of its cases in its name (``test_b12_e7_...``) or in its parameters (``[b10 shared weights]``).
 Each cell says how many tests of the case passed, failed and skipped in that run. The exit code is 1 if a case failed,
 or passed nowhere.
 """
