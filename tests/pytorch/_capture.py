@@ -25,6 +25,7 @@ from torch.nn import functional as F
 import transformer_engine_ext
 from _fake_graphs import FakeGraph, Machine
 from _helpers import requires_cuda
+from _noted import note
 from _proof import Proof, assert_same_tensors, plain_checkpoint
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
 from transformer_engine_ext.pytorch.rng import native, register_streams
@@ -280,6 +281,7 @@ class Outcome:
 
     def assert_exact(self, what: str) -> None:
         assert self.compared, f"{what}: nothing was compared"
+        note(wrong=sum(self.wrong.values()), elements=self.compared * len(self.wrong))
         assert not any(self.wrong.values()), f"{what}: wrong elements a row, of {self.compared}: {self.wrong}"
 
 

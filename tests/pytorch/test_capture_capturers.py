@@ -15,6 +15,7 @@ import torch
 
 from _capture import ORDERS, CudaKit, Outcome, Rig, Split, assert_like_plain, caused_by_us, cuda_kit
 from _helpers import requires_cuda
+from _noted import note
 from _regions import both_engines
 from transformer_engine_ext.errors import ReentrantGradError, UnsupportedCaptureError
 from transformer_engine_ext.pytorch import te_checkpoint
@@ -290,7 +291,7 @@ def test_e2_te_layer_under_tes_make_graphed_callables(
         for name, value in expected.items()
     }
     unlike = sum(map(bool, bits.values()))
-    print(f"tensors that differ in a bit: {unlike} of {len(bits)}; largest error {max(off.values())}")
+    note(tensors=len(bits), tensors_that_differ_in_a_bit=unlike, largest_relative_error=max(off.values()))
     # A forward without grad may take other kernels; another mask would be an error of a third and more.
     assert max(off.values()) < 0.02, {name: round(value, 4) for name, value in off.items() if value >= 0.02}
     if not use_reentrant:

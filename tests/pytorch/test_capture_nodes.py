@@ -14,6 +14,7 @@ import torch
 from _capture import CudaKit, Kit, Rig, Split, cuda_kit, kit
 from _fake_graphs import FakeGraph
 from _helpers import requires_cuda
+from _noted import note
 from _regions import both_engines
 
 __all__ = ["cuda_kit", "kit"]
@@ -63,7 +64,7 @@ def test_nodes_do_not_grow_with_the_streams(cuda_kit: CudaKit, streams: int, use
         if preserve:
             split.run("f0 b0").assert_exact(f"{streams} streams")
     forward, backward = (ours - plain for ours, plain in zip(counts[True], counts[False], strict=True))
-    print(f"{streams} streams: {dict(forward)} more in forward, {dict(backward)} in backward; all: {counts[True]}")
+    note(streams=streams, more_in_forward=dict(forward), more_in_backward=dict(backward))
     calls = -(-streams // 32)  # torch moves the words of 32 streams in one kernel
     assert forward.total() <= calls, f"{dict(forward)} more nodes in forward"
     assert backward.total() <= 3 * calls, f"{dict(backward)} more nodes in backward"
