@@ -14,6 +14,6 @@ def note(**figures: object) -> None:
     """Append figures of the test that is running; without the variable nothing happens."""
     path = os.environ.get("NVTE_EXT_TEST_FIGURES")
     if path:
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
         with open(path, "a") as file:
             file.write(json.dumps({"torch": torch.__version__, "test": test, **figures}) + "\n")
