@@ -205,7 +205,7 @@ class CudaRNGStatesTracker:
             seed = operator.index(seed)
         except TypeError:
             raise TypeError(f"the seed of stream {name!r} must be an integer, got {type(seed).__name__}") from None
-        bits = 32 if self._device_type() == "cpu" else 64
+        bits = 32 if _device_of(self).type == "cpu" else 64
         for other in self.seeds_:
             # See Note [Seeds that start one sequence]
             if (other - seed) % (1 << bits) == 0:
@@ -247,13 +247,8 @@ class CudaRNGStatesTracker:
         """
         return _Fork(self, name)
 
-    def _device_type(self) -> str:
-        if self._device is not None:
-            return self._device.type
-        return "cuda" if torch.cuda.is_available() else "cpu"
-
     def _placement(self) -> tuple[DeviceBackend, int]:
-        device = self._device or torch.device(self._device_type())
+        device = _device_of(self)
         backend = get_backend(device.type)
         if device.type == "cpu":
             return backend, 0
@@ -316,6 +311,11 @@ class _Fork(ContextDecorator):
     def __exit__(self, *exception: object) -> None:
         backend, token = self._bound.pop()
         backend.unbind(token)
+
+
+def _device_of(tracker: CudaRNGStatesTracker) -> torch.device:
+    """Return where a tracker makes streams, possibly without an index."""
+    return tracker._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def covers_itself(tracker: object) -> bool:
