@@ -116,6 +116,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_torch_selective.py \
     tests/pytorch/test_tracker.py \
     tests/pytorch/test_tracker_kinds.py \
+    tests/pytorch/test_verify.py \
     tests/pytorch/test_work_counts.py \
     tests/pytorch/distributed/test_ddp_checkpoint.py \
     tests/pytorch/distributed/test_dtensor_checkpoint.py \

@@ -78,10 +78,11 @@ def find_faults(reports: Reports, streams: Sequence[Mapping[str, Any]], axes: Se
                     others = [reports.coordinates[:, other] for other in varied if other != index]
                     keys = [component, *others, seeds]
                     faults += _repeated(name, reports.axes[index], _groups(keys), reports.coordinates[:, index])
-        wrong = {fault.group for fault in faults if fault.stream == name and fault.kind == "seed"}
         for index in chosen:
             if reports.axes[index] in stream["lockstep_over"]:
-                groups = _groups([reports.leaders[:, index], seeds] if wrong else [reports.leaders[:, index]])
+                # Only streams on one seed have positions to compare; other seeds are another fault, or meant: on an
+                # axis folded over this one.
+                groups = _groups([reports.leaders[:, index], seeds])
                 faults += _unequal("position", name, reports.axes[index], groups, reports.digests[:, column])
     return faults
 
