@@ -68,7 +68,7 @@ def audit_seeds(tables: Mapping[str, SeedTable], layout: Layout, *, bits: int, d
         warnings.warn(
             f"{count} pair(s) of streams that should differ start from one seed and so draw the same numbers "
             f"(derivation={derivation!r}, {layout.describe()}):\n{table}\n"
-            "Seeds from derivation='fold_in' never meet; another seed_offset of one of them avoids it too",
+            "Seeds from derivation='fold_in' never meet; where two streams do, another seed_offset of one helps too",
             SeedCollisionWarning,
             stacklevel=level + 1,
         )

@@ -138,7 +138,7 @@ def render(reports: Reports, streams: Sequence[Mapping[str, Any]], faults: Seque
     if len(faults) > _MOST_FAULTS:
         sentences.append(f"  - ... and {len(faults) - _MOST_FAULTS} more")
     odd = {(rank, fault.stream) for fault in faults for rank in fault.ranks}
-    ranks = _ranks_to_show(faults)
+    ranks = _ranks_to_show(faults, len(reports.seeds))
     names = [stream["name"] for stream in streams if any(fault.stream == stream["name"] for fault in faults)]
     header = ["rank", *reports.axes, *names]
     rows = [
@@ -153,13 +153,15 @@ def render(reports: Reports, streams: Sequence[Mapping[str, Any]], faults: Seque
     return "\n".join([*sentences, *lines, *more])
 
 
-def _ranks_to_show(faults: Sequence[Fault]) -> list[int]:
+def _ranks_to_show(faults: Sequence[Fault], world_size: int) -> list[int]:
     """Return the ranks that stand out, and of each group one to compare with; then others, as far as there is room."""
     wanted: dict[int, None] = {}
     for fault in faults[:_MOST_FAULTS]:
         wanted.update(dict.fromkeys([*fault.ranks[: _MOST_RANKS // 4], fault.source]))
     for fault in faults[:_MOST_FAULTS]:
         wanted.update(dict.fromkeys(fault.group[:_MOST_RANKS]))
+    if world_size <= _MOST_RANKS:
+        wanted.update(dict.fromkeys(range(world_size)))
     return sorted(list(wanted)[:_MOST_RANKS])
 
 
