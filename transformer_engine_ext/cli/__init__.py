@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 
 from transformer_engine_ext import __version__
-from transformer_engine_ext.cli import demo, doctor, run_script
+from transformer_engine_ext.cli import demo, doctor, inspect, run_script
 
 __all__ = ["main"]
 
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"transformer-engine-ext {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     demo.add_parser(commands)
+    inspect.add_parser(commands)
     doctor.add_parser(commands)
     run_script.add_parser(commands)
     arguments = parser.parse_args(argv)
