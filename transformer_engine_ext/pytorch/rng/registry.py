@@ -20,6 +20,7 @@ __all__ = [
     "register_tracker",
     "set_all_rng_states",
     "set_cuda_rng_state",
+    "unregister_trackers",
 ]
 
 
@@ -38,6 +39,12 @@ def register_tracker(tracker: _Tracker) -> None:
     """Let ``get_all_rng_states`` see a tracker for as long as it lives."""
     if tracker not in _trackers:
         _trackers[tracker] = next(_numbers)
+
+
+def unregister_trackers(kind: type) -> None:
+    """Let ``get_all_rng_states`` no longer see trackers of a class and of its subclasses."""
+    for tracker in [known for known in _trackers if isinstance(known, kind)]:
+        del _trackers[tracker]
 
 
 def get_all_rng_states() -> dict[str, Any]:
