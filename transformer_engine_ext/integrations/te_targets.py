@@ -17,7 +17,7 @@ from transformer_engine_ext.integrations.plan import Plan
 from transformer_engine_ext.integrations.tracker_states import carrying
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
 from transformer_engine_ext.pytorch.rng import get_all_rng_states, set_all_rng_states
-from transformer_engine_ext.pytorch.rng.registry import register_tracker
+from transformer_engine_ext.pytorch.rng.registry import register_tracker, unregister_trackers
 
 __all__ = ["plan_transformer_engine"]
 
@@ -139,6 +139,7 @@ def _plan_tracker(plan: Plan, distributed: Any, cls: type) -> None:
     plan.attribute(cls, "fork", ours.fork)
     for instance in instances_of(cls):
         register_tracker(instance)
+    plan.on_undo(lambda: unregister_trackers(cls))
     sub: type
     for sub in cls.__subclasses__():
         own = [name for name in ("fork", "get_states", "add", "reset", "set_states") if name in vars(sub)]
