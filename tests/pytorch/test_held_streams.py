@@ -84,6 +84,14 @@ def test_another_trackers_fork_is_open(device: str, tmp_path: Path) -> None:
     rng.seed(7)
 
 
+def test_a_second_name_of_the_default_generator_is_no_fork() -> None:
+    other = CudaRNGStatesTracker("cpu")
+    other.set_states({"alias": torch.default_generator})
+    rng = seeded()
+    assert torch.equal(rng.states()["default"], torch.get_rng_state())
+    assert list(other.states_) == ["alias"]
+
+
 def test_the_fork_of_a_tracker_that_is_gone() -> None:
     rng = seeded()
     other = CudaRNGStatesTracker("cpu")

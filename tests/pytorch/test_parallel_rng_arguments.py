@@ -16,6 +16,7 @@ from transformer_engine_ext.errors import UnsupportedDeviceError
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker
 from transformer_engine_ext.pytorch.distributed import ParallelRNG, StreamSpec, from_megatron, megatron_streams
 from transformer_engine_ext.pytorch.distributed.arguments import check_axes, check_device, check_timeout
+from transformer_engine_ext.pytorch.distributed.streams import standard_streams
 from transformer_engine_ext.pytorch.distributed.topology import Layout, effective_axes
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is said where there is no GPU")
@@ -125,6 +126,8 @@ def test_device_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_timeout_takes_seconds() -> None:
+    assert check_timeout(np.int64(5)) == check_timeout(np.float32(5)) == timedelta(seconds=5)
+    assert check_timeout(1e30) > timedelta(days=300)
     assert check_timeout(5) == check_timeout(5.0) == check_timeout(timedelta(seconds=5)) == timedelta(seconds=5)
 
 
@@ -138,10 +141,16 @@ def test_numpy_and_torch_integers_are_seeds() -> None:
 
 
 def test_a_generalised_axis_brings_its_stream() -> None:
-    rng = ParallelRNG(None, device="cpu")
-    assert [spec.name for spec in rng.streams][4:] == []
-    names = {axis: [spec.name for spec in megatron_streams(**{axis: True})][4:] for axis in ("gtp", "egtp")}
-    assert names == {"gtp": ["gtp-remat-rng"], "egtp": ["egtp-remat-rng"]}
+    for axes, names in {
+        (("tp", 2), ("gtp", 1)): [],
+        (("tp", 2), ("gtp", 2)): ["gtp-remat-rng"],
+        (("egtp", 4),): ["egtp-remat-rng"],
+        (("egtp", 2), ("gtp", 2)): ["gtp-remat-rng", "egtp-remat-rng"],
+    }.items():
+        for derivation in ("megatron", "fold_in"):
+            streams = standard_streams(derivation, dict(axes))
+            assert [spec.name for spec in streams] == [*(spec.name for spec in megatron_streams()), *names]
+    assert [spec.name for spec in ParallelRNG(None, device="cpu").streams][4:] == []
 
 
 def test_axis_of_size_one_is_no_axis() -> None:
@@ -165,3 +174,9 @@ def test_from_megatron_says_what_is_missing() -> None:
     state = SimpleNamespace(model_parallel_is_initialized=lambda: False)
     with pytest.raises(RuntimeError, match="not initialised, so its groups do not exist yet"):
         from_megatron(state)
+    state = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_tensor_model_parallel_group=lambda: "group",
+        get_expert_tensor_parallel_group=lambda: None,
+    )
+    assert from_megatron(state) == {"tp": "group"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import timedelta
+from numbers import Real
 from typing import Any
 
 import torch
@@ -51,9 +52,9 @@ def check_device(device: object) -> torch.device:
 
 def check_timeout(timeout: object) -> timedelta:
     """Return a time-out; numbers are seconds."""
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+    if isinstance(timeout, Real) and not isinstance(timeout, bool):
         # Longer than a year is meant as "for ever", which a collective cannot express.
-        timeout = timedelta(seconds=min(timeout, 366 * 86400)) if math.isfinite(timeout) else None
+        timeout = timedelta(seconds=min(float(timeout), 366 * 86400.0)) if math.isfinite(timeout) else None
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout is a datetime.timedelta or a finite number of seconds, got {timeout!r}")
     if timeout <= timedelta(0):

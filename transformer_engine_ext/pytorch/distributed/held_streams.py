@@ -238,16 +238,17 @@ class HeldStreams:
     def _refuse_in_fork(self, verb: str) -> None:
         default = self._backend.default(self._index())
         mine: dict[str, Any] = {name: self._tracker.states_.get(name) for name in self._tracked()}
-        for name, handle in {**get_all_rng_states(), **mine}.items():
+        own = self._device.type == "cpu" and default is torch.default_generator
+        for name, handle in {**({} if own else get_all_rng_states()), **mine}.items():
             if not isinstance(handle, Generator) or handle.device.type != self._device.type:
                 continue
             if handle is default or self._shares_state(default, handle):
-                of = "" if name in mine else " of another tracker"
+                of = "" if name in mine else " of another tracker (or beside a stream that shares its state)"
                 raise RuntimeError(
                     f"cannot {verb} the streams inside tracker.fork({name!r}){of}: there the default generator is that "
                     "stream. Leave the fork first"
                 )
-        if self._device.type == "cpu" and default is not torch.default_generator:
+        if self._device.type == "cpu" and not own:
             raise RuntimeError(
                 f"cannot {verb} the streams inside a fork: the default generator is bound to a stream of a tracker "
                 "that is gone. Leave the fork first"

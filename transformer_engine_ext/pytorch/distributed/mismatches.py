@@ -171,11 +171,9 @@ def _sentence(reports: Reports, fault: Fault) -> str:
         return f"{fault.stream}: {ranks} have one seed, and the stream varies over {fault.axis}"
     if fault.kind == "seed":
         if fault.ranks == fault.group:
-            return f"{fault.stream}: {ranks} have different seeds, and the stream does not vary between them"
+            return f"{fault.stream}: {ranks} have different seeds, and must have the same"
         verb = "have" if several else "has"
-        return (
-            f"{fault.stream}: {ranks} {verb} another seed than rank {fault.source}, from which the stream does not vary"
-        )
+        return f"{fault.stream}: {ranks} {verb} another seed than rank {fault.source}, and must have the same"
     must = f"and must be in lockstep along {fault.axis}"
     if fault.ranks == fault.group:
         column = reports.streams.index(fault.stream)

@@ -87,10 +87,13 @@ class ParallelRNG:
     With CUDA, the CPU's default generator is seeded, saved and restored besides the declared streams, under the name
     ``"default-cpu"``: data loading and initialisation draw from it, so a resume is not exact without it.
 
+    :meth:`verify`, :meth:`save` and :meth:`load` are collective calls of all ranks of the default process group.
+
     Examples
     --------
     >>> rng = ParallelRNG({"tp": tp_group})                       # doctest: +SKIP
     >>> rng.seed(1234)                                            # doctest: +SKIP
+    >>> rng.verify()                                              # doctest: +SKIP
     >>> with rng.tracker.fork("model-parallel-rng"):              # doctest: +SKIP
     ...     y = torch.nn.functional.dropout(x, 0.1)
     >>> rng.save("streams.safetensors")                           # doctest: +SKIP
@@ -217,7 +220,7 @@ class ParallelRNG:
         --------
         >>> optimizer.register_step_post_hook(rng.every(100))         # doctest: +SKIP
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
             raise ValueError(f"n is a number of steps, at least 1; got {n!r}")
         check_axes(axes, self.layout)
         return Every(lambda: self.verify(axes=axes, repair=repair), n)

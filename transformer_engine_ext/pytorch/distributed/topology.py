@@ -202,7 +202,8 @@ def from_megatron(parallel_state: Any = None) -> dict[str, dist.ProcessGroup]:
             "Megatron's model parallelism is not initialised, so its groups do not exist yet; call "
             "parallel_state.initialize_model_parallel(...) first"
         )
-    return {axis: getattr(state, getter)() for axis, getter in _MEGATRON_GROUPS.items() if hasattr(state, getter)}
+    groups = {axis: getattr(state, getter)() for axis, getter in _MEGATRON_GROUPS.items() if hasattr(state, getter)}
+    return {axis: group for axis, group in groups.items() if group is not None}
 
 
 def _meshes(topology: object) -> list[DeviceMesh]:
