@@ -88,6 +88,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_native_jit.py \
     tests/pytorch/test_native_library.py \
     tests/pytorch/test_native_setup.py \
+    tests/pytorch/test_inspect.py \
     tests/pytorch/test_megatron_format.py \
     tests/pytorch/test_mutation_gaps.py \
     tests/pytorch/test_original_fix.py \

@@ -17,7 +17,7 @@ __all__ = ["draw"]
 #: With more ranks than this, cells have no numbers and no frames.
 _MOST_LABELLED = 32
 _GREY = "#b8b8b8"
-_RED = "#c8102e"
+_RED = "#ff4538"
 
 
 def draw(report: Report, path: str) -> None:
@@ -35,6 +35,7 @@ def draw(report: Report, path: str) -> None:
     # Neither pyplot nor a display: only a figure, and what turns it into bytes.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
@@ -59,9 +60,11 @@ def draw(report: Report, path: str) -> None:
             text = "?" if np.isnan(value) else f"{int(value):,}"
             dark = np.isnan(value) or norm(value) > 0.6
             axes.text(column, rank, text, ha="center", va="center", fontsize=7, color="black" if dark else "white")
-    keys = []
+    keys: list[Any] = []
     if _mark_problems(report, axes, framed=labelled):
-        keys.append(Patch(fill=False, edgecolor=_RED, linewidth=2, label="not as declared, or a collision"))
+        text = "not as declared, or a collision"
+        frame = Patch(fill=False, edgecolor=_RED, linewidth=2, label=text)
+        keys.append(frame if labelled else Line2D([], [], linestyle="", marker=">", color=_RED, label=text))
     if np.isnan(positions).any():
         keys.append(Patch(facecolor=_GREY, label="a state that tells no position, or too many to count"))
     if keys:

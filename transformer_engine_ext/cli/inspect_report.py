@@ -132,11 +132,13 @@ def examine(saved: Saved) -> Report:
             )
         )
     problems = [*_disagreements(saved, standings), *_collisions(saved, streams)]
+    concerned: dict[str, set[int]] = defaultdict(set)
     for problem in problems:
-        for report in streams:
-            if report.name in problem.streams:
-                for group in report.groups:
-                    group.marked |= not set(problem.ranks).isdisjoint(group.ranks)
+        for name in problem.streams:
+            concerned[name].update(problem.ranks)
+    for report in streams:
+        for group in report.groups:
+            group.marked = not concerned[report.name].isdisjoint(group.ranks)
     return Report(
         saved.path,
         saved.kind,
