@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 
@@ -22,7 +23,7 @@ from transformer_engine_ext.pytorch.distributed import (
     megatron_streams,
 )
 from transformer_engine_ext.pytorch.distributed.derivations import DERIVATIONS, derive_table
-from transformer_engine_ext.pytorch.distributed.threefry import fold, key_of, tag, threefry2x32
+from transformer_engine_ext.pytorch.distributed.threefry import threefry2x32
 
 EVERY_AXIS = {"pp": 8, "dp": 8, "cp": 4, "tp": 8, "ep": 18, "etp": 4, "gtp": 4, "egtp": 4}
 
@@ -123,15 +124,38 @@ def test_fold_in_seeds(
     assert list(seeds.values()) == [default, data, model, expert]
 
 
-def test_fold_in_is_threefry_of_name_and_coordinates() -> None:
+def plain_threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
+    """Threefry-2x32 with 20 rounds, written once more with Python's integers."""
+    keys = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
+    first, second = (counter[0] + keys[0]) % 2**32, (counter[1] + keys[1]) % 2**32
+    for number in range(20):
+        distance = (13, 15, 26, 6, 17, 29, 16, 24)[number % 8]
+        first = (first + second) % 2**32
+        second = ((second << distance | second >> (32 - distance)) % 2**32) ^ first
+        if number % 4 == 3:
+            step = number // 4 + 1
+            first = (first + keys[step % 3]) % 2**32
+            second = (second + keys[(step + 1) % 3] + step) % 2**32
+    return first, second
+
+
+def blake(text: str, words: int) -> list[int]:
+    digest = hashlib.blake2b(text.encode(), digest_size=4 * words).digest()
+    return [int.from_bytes(digest[4 * word : 4 * word + 4], "little") for word in range(words)]
+
+
+@pytest.mark.parametrize(("seed", "generation"), [(1234, 0), (2**40 + 5, 0), (1234, 3)])
+def test_fold_in_is_threefry_of_name_and_coordinates(seed: int, generation: int) -> None:
     # The definition, step by step, for one stream on one rank.
-    key = threefry2x32(key_of(1234), key_of(tag("model-parallel-rng", 2)))
+    key = plain_threefry((seed % 2**32, seed >> 32), tuple(blake("model-parallel-rng", 2)))
     for axis, position in (("pp", 0), ("tp", 3)):
-        key = fold(key, axis, np.array([position], np.uint32))
-    low, high = int(key[0][0]), int(key[1][0])
-    spec = megatron_streams()[2]
-    assert derive_seed("fold_in", spec, 1234, {"tp": 3}, {"tp": 4}, bits=32) == low
-    assert derive_seed("fold_in", spec, 1234, {"tp": 3}, {"tp": 4}, bits=64) == low + ((high % 2**31) << 32)
+        key = plain_threefry(key, (*blake(axis, 1), position))
+    if generation:
+        key = plain_threefry(key, (*blake("\0generation", 1), generation))
+    spec, options = megatron_streams()[2], {"generation": generation}
+    assert derive_seed("fold_in", spec, seed, {"tp": 3}, {"tp": 4}, bits=32, **options) == key[0]
+    expected = key[0] + ((key[1] % 2**31) << 32)
+    assert derive_seed("fold_in", spec, seed, {"tp": 3}, {"tp": 4}, bits=64, **options) == expected
 
 
 def test_fold_in_does_not_depend_on_order_or_on_axes_without_choice() -> None:
