@@ -21,9 +21,9 @@ def test_initialize_affine_weight_draws_from_the_model_parallel_stream(device: s
     rng = ParallelRNG(None, device=device)
     rng.seed(3)
     weight = torch.nn.Parameter(torch.empty(4, 6, device=device))
-    before = rng.state_dict()["streams"]
+    before = rng.states()
     distributed.initialize_affine_weight_gpu(weight, torch.nn.init.normal_, lambda: rng.tracker, partition_dim=1)
-    after = rng.state_dict()["streams"]
+    after = rng.states()
     assert [name for name in before if not torch.equal(before[name], after[name])] == ["model-parallel-rng"]
     assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (True, 1, 1)
     rng.seed(3)

@@ -167,6 +167,7 @@ def case_d5_another_layout() -> None:
     first = wide.states()
     for name in ("default", "data-parallel-rng"):
         assert {bytes(first[name].tolist())} == {states[name] for states in saved}
+    wide.verify()
     drawn = draw(wide)
     for name, value in drawn.items():
         distinct = {tuple(other.tolist()) for other in on_all_ranks(value)}
@@ -197,6 +198,7 @@ def case_d5_streams_that_came_and_went() -> None:
     report = other.load(FOLDER / "six", on_stream_change="rederive")
     assert report.streams["late"] == "added"
     assert report.dropped == ("per-rank",)
+    other.verify()
     expected = rng.states()
     assert all(torch.equal(state, expected[name]) for name, state in other.states().items() if name != "late")
     late = [tuple(value.tolist()) for value in on_all_ranks(draw(other)["late"])]
@@ -232,7 +234,8 @@ def case_d5_ranks_out_of_step_are_reported() -> None:
 def case_dcp_save_async_save_and_load() -> None:
     rng = seeded({"dp": 2, "tp": 2})
     if dist.get_rank() == 2:
-        torch.rand(4)
+        with rng.tracker.fork("per-rank"):
+            torch.rand(4)
     before = rng.states()
     expected = draw(rng)
     rng.load_state_dict(rng.state_dict())
@@ -256,6 +259,7 @@ def case_dcp_save_async_save_and_load() -> None:
         assert all(later.tracker.states_[stream] is handle for stream, handle in handles.items())
         assert same(later.states(), before)
         assert same(draw(later), expected)
+        later.verify()
         later.load(folder)  # the folder itself is as good as a file of save()
         assert same(draw(later), expected)
 
