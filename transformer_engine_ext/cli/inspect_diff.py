@@ -136,7 +136,7 @@ def _movement(engine: str, before: bytes, after: bytes, *, count: bool) -> str:
     if start.seed != end.seed:
         return f"seed {start.seed} -> {end.seed}"
     words = count_words(start, end, limit=_COUNTED_WORDS) if count else None
-    return "another position" if words is None else f"{words} words drawn"
+    return "another position" if words is None else f"{words} word{'s' * (words != 1)} drawn"
 
 
 def _reseeded(first: Saved, second: Saved, name: str, before: int, after: int) -> list[Change]:
