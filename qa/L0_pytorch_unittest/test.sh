@@ -76,11 +76,14 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_checkpoint_user_hooks.py \
     tests/pytorch/test_checkpoint_wrappers.py \
     tests/pytorch/test_collisions.py \
+    tests/pytorch/test_control_group.py \
     tests/pytorch/test_demo.py \
     tests/pytorch/test_demo_report.py \
     tests/pytorch/test_derivations.py \
+    tests/pytorch/test_doctor.py \
     tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_error_text.py \
+    tests/pytorch/test_fp8_state.py \
     tests/pytorch/test_held_streams.py \
     tests/pytorch/test_megatron_core_seeds.py \
     tests/pytorch/test_native.py \
@@ -93,6 +96,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_mutation_gaps.py \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_parallel_rng.py \
+    tests/pytorch/test_patching.py \
     tests/pytorch/test_parallel_rng_arguments.py \
     tests/pytorch/test_phase_flags.py \
     tests/pytorch/test_recompute_rng.py \

@@ -92,9 +92,10 @@ class ControlGroup:
         """Return every rank's bytes, in the order of ranks, on rank 0; None on the others."""
         if self.world_size == 1:
             return [payload]
-        width = torch.tensor([len(payload)])
-        self._guarded(what, lambda group: dist.all_reduce(width, dist.ReduceOp.MAX, group=group))
-        padded = _to_tensor(len(payload).to_bytes(8, "little") + payload.ljust(int(width), b"\0"))
+        longest = torch.tensor([len(payload)])
+        self._guarded(what, lambda group: dist.all_reduce(longest, dist.ReduceOp.MAX, group=group))
+        width = _plausible(longest, what, len(payload))
+        padded = _to_tensor(len(payload).to_bytes(8, "little") + payload.ljust(width, b"\0"))
         if self.rank:
             self._guarded(what, lambda group: dist.gather(padded, None, dst=0, group=group))
             return None
@@ -106,12 +107,13 @@ class ControlGroup:
         """Return to every rank the entry that rank 0 passes for it; the other ranks pass None."""
         if self.world_size == 1:
             return payloads[0] if payloads else b""
-        width = torch.tensor([max(map(len, payloads)) if payloads else 0])
-        self._guarded(what, lambda group: dist.broadcast(width, 0, group=group))
-        received = torch.empty(8 + int(width), dtype=torch.uint8)
+        longest = torch.tensor([max(map(len, payloads)) if payloads else 0])
+        self._guarded(what, lambda group: dist.broadcast(longest, 0, group=group))
+        width = _plausible(longest, what)
+        received = torch.empty(8 + width, dtype=torch.uint8)
         rows = None
         if self.rank == 0 and payloads is not None:
-            rows = [_to_tensor(len(row).to_bytes(8, "little") + row.ljust(int(width), b"\0")) for row in payloads]
+            rows = [_to_tensor(len(row).to_bytes(8, "little") + row.ljust(width, b"\0")) for row in payloads]
         self._guarded(what, lambda group: dist.scatter(received, rows, src=0, group=group))
         return _unpadded(received)
 
@@ -129,7 +131,7 @@ class ControlGroup:
             return payload
         size = torch.tensor([len(payload)])
         self._guarded(what, lambda group: dist.broadcast(size, 0, group=group))
-        message = _to_tensor(payload) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        message = _to_tensor(payload) if self.rank == 0 else torch.empty(_plausible(size, what), dtype=torch.uint8)
         if int(size):
             self._guarded(what, lambda group: dist.broadcast(message, 0, group=group))
         return _to_bytes(message)
@@ -185,6 +187,16 @@ class ControlGroup:
             return [rank for rank, key in enumerate(keys) if not store.check([key])]
         except RuntimeError:
             return None
+
+
+def _plausible(size: Tensor, what: str, least: int = 0) -> int:
+    """Return a size that the ranks agreed on, unless it can only come from a rank that is in another call."""
+    if not least <= int(size) < 1 << 36:
+        raise RuntimeError(
+            f"{what}: the ranks are not in the same call, since one announced {int(size)} bytes. Every rank must call "
+            "verify(), save() and load() in the same order. Nothing was changed here; restart the job"
+        )
+    return int(size)
 
 
 def _to_tensor(payload: bytes) -> Tensor:
