@@ -55,6 +55,7 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_checkpoint_user_hooks.py \
     tests/pytorch/test_demo.py \
     tests/pytorch/test_device_coverage.py \
+    tests/pytorch/test_doctor.py \
     tests/pytorch/test_native_library.py \
     tests/pytorch/test_megatron_format.py \
     tests/pytorch/test_mutation_gaps.py \

@@ -37,9 +37,9 @@ def main() -> int:
     arguments = parser.parse_args()
     runs = {file.stem: torch.load(file) for file in sorted(arguments.folder.glob("*.pt"))}
     failed = []
-    print(f"{'run':68} {'loss diff':>10} {'grad diff, step 1':>18} {'largest':>10} {'peak MiB':>9}")
+    print(f"{'run':68} {'loss diff':>10} {'grad diff, step 1':>18} {'largest':>10} {'peak MiB':>9} {'calls':>6}")
     for key, run in runs.items():
-        impl, precision, tracker, _, state = key.split(".")
+        impl, precision, tracker, recompute, state = key.split(".")
         reference = runs.get(".".join([impl, precision, tracker, "none", "unpatched"]))
         if "error" in run:
             first = run["error"].splitlines()[0]
@@ -54,7 +54,11 @@ def main() -> int:
             continue
         loss, first_step, largest = differences(run, reference)
         other = "" if run["weights"] == reference["weights"] else "  from other weights"
-        print(f"{key:68} {loss:10.2e} {first_step:18.2e} {largest:10.2e} {run['peak'] / 2**20:9.0f}{other}")
+        numbers = f"{loss:10.2e} {first_step:18.2e} {largest:10.2e} {run['peak'] / 2**20:9.0f} {run['calls']:6d}"
+        print(f"{key:68} {numbers}{other}")
+        # A norm that is part of the next linear layer is none of its own: there is nothing to recompute.
+        if state == "patched" and recompute not in ("none", "layernorm") and not run["calls"] > reference["calls"]:
+            failed.append(f"{key}: nothing was recomputed")
         if state == "patched" and not first_step <= TOLERANCE:
             failed.append(f"{key}: gradients of the first step differ by {first_step:.2e}")
     if failed:

@@ -79,6 +79,27 @@ def build(recompute: str, impl: str, precision: str, layers: int) -> Any:
     )
 
 
+class Calls:
+    """Counts forwards of what can be recomputed: more of them than without recompute show that it was."""
+
+    def __init__(self) -> None:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+        from megatron.core.transformer.mlp import MLP
+
+        self.count = 0
+        for kind in (TEDotProductAttention, MLP):
+            self._wrap(kind)
+
+    def _wrap(self, kind: Any) -> None:
+        forward = kind.forward
+
+        def counted(module: Any, *args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return forward(module, *args, **kwargs)
+
+        kind.forward = counted
+
+
 def batches(steps: int) -> list[list[dict[str, torch.Tensor]]]:
     """Return the same random tokens for every run."""
     generator = torch.Generator().manual_seed(5)
@@ -100,7 +121,7 @@ def forward_step(iterator: Any, model: Any) -> Any:
     return losses, loss_of
 
 
-def train(recompute: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def train(recompute: str, arguments: argparse.Namespace, calls: Calls) -> dict[str, Any]:
     """Train; return losses and gradients of every step."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -117,6 +138,7 @@ def train(recompute: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
         wrapper = step_of = FullCudaGraphWrapper(step_of, cuda_graph_warmup_steps=2)
     helper: Any = None
+    calls.count = 0
     # The same tracker object: layers have kept its methods.
     model_parallel_cuda_manual_seed(12, **TRACKERS[arguments.tracker])
     losses, gradients = [], []
@@ -156,7 +178,13 @@ def train(recompute: str, arguments: argparse.Namespace) -> dict[str, Any]:
         from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
         delete_cuda_graphs()
-    return {"losses": losses, "gradients": torch.stack(gradients), "peak": peak, "weights": weights}
+    return {
+        "losses": losses,
+        "gradients": torch.stack(gradients),
+        "peak": peak,
+        "weights": weights,
+        "calls": calls.count,
+    }
 
 
 def main() -> None:
@@ -196,7 +224,8 @@ def main() -> None:
         torch.cuda.set_stream(torch.cuda.Stream())
     # The first layers of a process warm up kernels, which draws random numbers.
     warm = argparse.Namespace(**{**vars(arguments), "impl": "none", "steps": 1})
-    train("none", warm)
+    calls = Calls()
+    train("none", warm, calls)
     for recompute in arguments.recompute.split(","):
         key = ".".join(
             [
@@ -210,7 +239,7 @@ def main() -> None:
         torch.cuda.reset_peak_memory_stats()
         result: dict[str, Any]
         try:
-            result = train(recompute, arguments)
+            result = train(recompute, arguments, calls)
         except Exception as error:
             result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-2500:]}
         torch.save(result, arguments.out / f"{key}.pt")

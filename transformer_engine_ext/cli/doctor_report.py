@@ -135,7 +135,9 @@ def plot(file: Path, rows: list[Row], control: Row) -> None:
         state = "" if row.state == "-" else f", {row.state}"
         titles = (f"{row.subject}{state}\nforward", "recompute", f"difference: {_cell(row)}")
         for axis, picture, title in zip(line, (forward, recompute, (forward - recompute).abs()), titles, strict=True):
-            axis.imshow(picture, cmap="gray_r" if axis is not line[2] else "Reds", vmin=0, vmax=1, interpolation="none")
+            axis.imshow(
+                picture.numpy(), cmap="gray_r" if axis is not line[2] else "Reds", vmin=0, vmax=1, interpolation="none"
+            )
             axis.set_title(title, fontsize=9)
             axis.set_xticks([])
             axis.set_yticks([])

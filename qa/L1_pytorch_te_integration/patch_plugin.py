@@ -1,0 +1,11 @@
+# Copyright (c) 2026, transformer-engine-ext authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A pytest plugin (`-p patch_plugin`): patches Transformer Engine before tests are imported, in xdist workers too."""
+
+from __future__ import annotations
+
+import transformer_engine_ext
+
+report = transformer_engine_ext.patch()
+if not report.replaced:
+    raise RuntimeError(f"nothing was patched:\n{report}")
