@@ -91,7 +91,7 @@ def reports_of(job: Job) -> list[bytes]:
 
 
 @given(jobs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_faults_are_those_of_all_pairs(job: Job) -> None:
     _, streams, _, axes = job
     expected = set(pairs(job))
@@ -114,7 +114,7 @@ def test_faults_are_those_of_all_pairs(job: Job) -> None:
 
 
 @given(jobs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_sum_sees_every_position(job: Job) -> None:
     layouts, streams, standings, axes = job
     lockstep = {stream["name"]: stream["lockstep_over"] for stream in streams}

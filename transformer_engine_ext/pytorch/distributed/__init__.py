@@ -3,8 +3,8 @@
 """Streams across ranks, and the names of ``transformer_engine.pytorch.distributed`` about checkpoints and streams.
 
 Code that imports those from Transformer Engine needs only the package's name replaced. New here: :class:`StreamSpec`
-says on which axes of the parallel layout a stream differs, and :class:`ParallelRNG` seeds, saves and restores all
-streams of a job.
+says on which axes of the parallel layout a stream differs, and :class:`ParallelRNG` seeds, verifies, saves and
+restores all streams of a job.
 """
 
 from __future__ import annotations
