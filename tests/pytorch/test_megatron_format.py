@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import random
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from _helpers import requires_cuda, requires_cuda_devices
@@ -340,6 +343,22 @@ def test_d7_nothing_in_a_file_is_run(tmp_path: Path) -> None:
         read_megatron_rng_state(path)
     assert not target.exists()
     assert "megatron" not in sys.modules
+
+
+@settings(max_examples=100, deadline=None)
+@given(flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
+def test_damage_is_always_the_same_error(
+    flips: list[tuple[float, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    saved = io.BytesIO()
+    torch.save({"rng_state": seeded("cpu").megatron_rng_state(generators=True)}, saved)
+    data = bytearray(saved.getvalue())
+    for place, value in flips:
+        data[int(place * len(data))] = value
+    path = tmp_path_factory.mktemp("damaged") / "file.pt"
+    path.write_bytes(data)
+    with contextlib.suppress(StateFormatError, OSError):
+        read_megatron_rng_state(path)
 
 
 def test_foreign_and_damaged_checkpoints(tmp_path: Path) -> None:

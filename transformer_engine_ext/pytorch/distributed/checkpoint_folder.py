@@ -46,7 +46,9 @@ class CheckpointFolder:
         with open(os.path.join(path, ".metadata"), "rb") as stream:
             metadata = load_plain(stream.read(), f"{self.path}/.metadata")
         entries = metadata.field("storage_data") if isinstance(metadata, Record) else None
-        if not isinstance(entries, dict):
+        if not isinstance(entries, dict) or not all(
+            isinstance(part, Record) for pair in entries.items() for part in pair
+        ):
             raise StateFormatError(f"{self.path}: '.metadata' is not that of torch.distributed.checkpoint")
         self._items: dict[str, list[Record]] = defaultdict(list)
         for index, where in entries.items():
@@ -76,8 +78,10 @@ class CheckpointFolder:
         if len(pieces) != 1 or pieces[0].field("transform_descriptors"):
             raise StateFormatError(f"{where} is split over ranks or compressed, which no random-number state is")
         file, offset, length = (pieces[0].field(field) for field in ("relative_path", "offset", "length"))
-        if not isinstance(file, str) or os.path.basename(file) != file:
+        if not isinstance(file, str) or os.path.basename(file) != file or "\0" in file:
             raise StateFormatError(f"{where} should lie in {file!r}, which is not in the folder")
+        if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in (offset, length)):
+            raise StateFormatError(f"{where} has no place in its file: '.metadata' is damaged")
         with open(os.path.join(self.path, file), "rb") as stream:
             stream.seek(offset)
             data = stream.read(length)

@@ -150,7 +150,9 @@ def load_zip(source: str | os.PathLike[str] | IO[bytes], where: str) -> Any:
         archive = zipfile.ZipFile(source)
         entry = next(name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl"))
         data = _read_entry(archive, entry)
-    except (zipfile.BadZipFile, StopIteration, pickle.UnpicklingError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # zipfile lets through whatever a damaged directory leads to
         raise StateFormatError(
             f"{where}: not written by torch.save of torch 1.6 or newer, or damaged ({error!r})"
         ) from error
@@ -180,7 +182,9 @@ def as_array(value: Any, where: str) -> Any:
             return np.frombuffer(as_bytes(data, where), _numpy_dtype(kind)).reshape(size)
         if _is(value, "scalar"):
             return np.frombuffer(as_bytes(value.args[1], where), _numpy_dtype(value.args[0]))[0]
-    except (KeyError, TypeError, ValueError, AttributeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except (StateFormatError, OSError):
+        raise
+    except Exception as error:  # as above
         raise StateFormatError(f"{where}: no array that can be read ({error!r})") from error
     raise StateFormatError(f"{where}: expected an array, got {describe(value)}")
 
