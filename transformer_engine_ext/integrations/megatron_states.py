@@ -34,9 +34,8 @@ class _Held(dict[str, Any]):
         self.name = getattr(tracker, "_current_state_name", None)
         self.snapshot = snapshot = Snapshot((), None, tracker)
         if snapshot.captured:
-            entries = zip(snapshot.names, snapshot.backends, snapshot.handles, strict=True)
             snapshot.words = SavedWords(
-                [(name, handle) for name, backend, handle in entries if backend.device_type == "cuda"]
+                [(name, handle) for name, backend, handle, _ in snapshot.streams if backend.device_type == "cuda"]
             )
 
 
@@ -50,9 +49,9 @@ _forks = _Forks()
 
 def _put_back(snapshot: Snapshot, tracker: Any, name: str | None) -> None:
     if snapshot.captured:
-        snapshot.rewind_within(snapshot.values)
+        snapshot.rewind_within(snapshot.streams)
     else:
-        snapshot.rewind(snapshot.values)
+        snapshot.rewind(snapshot.streams)
         if snapshot.foreign is not None:
             snapshot.foreign.rewind()
     if name is not None:

@@ -4,86 +4,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 __all__ = ["Ambient", "autocast_cache"]
 
-# (enabled, dtype) of each device type, and whether weight casts are cached.
-_AutocastState = tuple[tuple[tuple[bool, torch.dtype], ...], bool]
+# Reading a setting, and writing it.
+_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
-def _device_types() -> tuple[str, ...]:
+def _autocast_settings() -> list[_Setting]:
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type == "cpu":
-        return ("cpu",)
-    return ("cpu", accelerator.type)
-
-
-_types: tuple[str, ...] | None = None
-
-
-def _autocast_state() -> _AutocastState:
-    global _types
-    if _types is None:
-        _types = _device_types()
-    return (
-        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _types),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
-class Ambient:
-    """Settings of the moment of construction."""
-
-    __slots__ = ("_autocast", "_device_mode", "_dtype", "_kernels")
-
-    def __init__(self) -> None:
-        self._autocast = _autocast_state()
-        self._dtype = torch.get_default_dtype()
-        self._kernels = _kernels()
-        self._device_mode = _device_mode() if torch._C._len_torch_function_stack() else None
-
-    @property
-    def casts(self) -> bool:
-        """Whether autocast was on for any device type."""
-        return any(enabled for enabled, _ in self._autocast[0])
-
-    def again(self) -> AbstractContextManager[object]:
-        """Return a context with these settings; it costs nothing where they hold already."""
-        now = _autocast_state()
-        dtype, kernels = torch.get_default_dtype(), _kernels()
-        same = now == self._autocast and dtype is self._dtype and kernels == self._kernels
-        if same and self._device_mode is None:
-            return _SAME
-        stack = ExitStack()
-        if kernels != self._kernels:  # See Note [Another kernel draws other numbers]
-            stack.callback(_set_kernels, kernels)
-            _set_kernels(self._kernels)
-        if dtype is not self._dtype:
-            torch.set_default_dtype(self._dtype)
-            stack.callback(torch.set_default_dtype, dtype)
-        (wanted, cache), (present, _) = self._autocast, now
-        for kind, setting, other in zip(_types or (), wanted, present, strict=True):
-            if setting != other:
-                stack.enter_context(torch.autocast(kind, enabled=setting[0], dtype=setting[1], cache_enabled=cache))
-        stack.enter_context(autocast_cache(cache))
-        if self._device_mode is not None:
-            stack.enter_context(torch.device(self._device_mode))
-        return stack
-
-
-_SAME = nullcontext()
+    types = ("cpu",) if accelerator is None or accelerator.type == "cpu" else ("cpu", accelerator.type)
+    found: list[_Setting] = []
+    for kind in types:
+        found.append((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
+        found.append((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)))
+    return found
 
 
 # Note [Another kernel draws other numbers]
 # The fused and the plain attention kernels, and cuDNN's and the native recurrent ones, turn the same random numbers
 # into different masks. Which one runs depends on switches that sdpa_kernel() and cudnn.flags() set for a scope, and a
 # backward usually runs outside of the scope that its forward ran in.
-_SWITCHES = [
+_KERNELS = [
     (read, write)
     for getter, setter in (
         *((f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in ("flash", "mem_efficient", "math", "cudnn")),
@@ -93,16 +41,66 @@ _SWITCHES = [
     )
     if (read := getattr(torch._C, getter, None)) and (write := getattr(torch._C, setter, None))
 ]
-_READS = [read for read, _ in _SWITCHES]
+_settings: list[_Setting] = []
+_reads: list[Callable[[], Any]] = []
+_autocasts = 0  # how many of the settings are those of autocast; they come first
 
 
-def _kernels() -> list[Any]:
-    return [read() for read in _READS]
+def _look_up() -> None:
+    """Find the settings, at the first region: the build of torch says nothing of accelerators before."""
+    global _settings, _reads, _autocasts
+    autocast = _autocast_settings()
+    others = [
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        (torch.get_default_dtype, torch.set_default_dtype),
+        *_KERNELS,
+    ]
+    _settings, _autocasts = [*autocast, *others], len(autocast)
+    _reads = [read for read, _ in _settings]
 
 
-def _set_kernels(values: list[Any]) -> None:
-    for (_, write), value in zip(_SWITCHES, values, strict=True):
-        write(value)
+class Ambient:
+    """Settings of the moment of construction."""
+
+    __slots__ = ("_device_mode", "_values")
+
+    def __init__(self) -> None:
+        if not _reads:
+            _look_up()
+        self._values = [read() for read in _reads]
+        self._device_mode = _device_mode() if torch._C._len_torch_function_stack() else None
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast was on for any device type."""
+        return any(self._values[number] for number in range(0, _autocasts, 2))
+
+    def again(self) -> AbstractContextManager[object] | None:
+        """Return a context with these settings, or None where they hold already."""
+        now = [read() for read in _reads]
+        if now == self._values and self._device_mode is None:
+            return None
+        return self._differing(now)
+
+    @contextmanager
+    def _differing(self, now: list[Any]) -> Iterator[None]:
+        with ExitStack() as stack:
+            # Inside of an autocast scope weight casts are cached until the outermost one ends, which this one may be.
+            if now[:_autocasts] != self._values[:_autocasts]:
+                torch.autocast_increment_nesting()
+                stack.callback(_end_autocast)
+            for (_, write), wanted, present in zip(_settings, self._values, now, strict=True):
+                if wanted != present:
+                    stack.callback(write, present)
+                    write(wanted)
+            if self._device_mode is not None:
+                stack.enter_context(torch.device(self._device_mode))
+            yield
+
+
+def _end_autocast() -> None:
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
 
 
 def _device_mode() -> torch.device | None:

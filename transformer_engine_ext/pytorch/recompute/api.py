@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -191,7 +191,7 @@ def _decides(setting: bool | None, argument: bool) -> bool:
     return argument if setting is None else setting
 
 
-def _distributed(tensors: list[Tensor], group: Any) -> Distributed:
+def _distributed(tensors: Sequence[Tensor], group: Any) -> Distributed:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise DistributedNotInitializedError(
             "distribute_saved_activations=True needs torch.distributed: call torch.distributed.init_process_group first"

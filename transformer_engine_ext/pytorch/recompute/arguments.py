@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 
 from transformer_engine_ext.errors import CheckpointArgumentError
 
-__all__ = ["PackedCall", "TensorList", "hidden_tensor", "pack", "pack_call", "unpack", "unpack_call"]
+__all__ = ["ONE_TENSOR", "PackedCall", "TensorList", "hidden_tensor", "pack", "pack_call", "unpack", "unpack_call"]
 
-PackedCall = tuple[list[Any], dict[str, Any]]
+#: None: all arguments are positional, and tensors, each another one.
+PackedCall = tuple[list[Any], dict[str, Any]] | None
 
 # An own walk, since torch's pytree costs about 50 us per region on flat arguments and leaves cyclic garbage behind.
 # Types registered with it are still taken apart by it.
@@ -32,6 +33,10 @@ class _Slot:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+#: A value that is one tensor, packed.
+ONE_TENSOR = _Slot(0)
 
 
 class _Node:
@@ -131,8 +136,15 @@ def unpack(packed: Any, tensors: Sequence[Tensor]) -> Any:
     return packed
 
 
-def pack_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[PackedCall, TensorList]:
+def pack_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[PackedCall, Sequence[Tensor]]:
     """Take the tensors out of a call's arguments; return what ``unpack_call`` takes, and the tensors in order."""
+    if not kwargs:
+        for arg in args:
+            if type(arg) is not Tensor:
+                break
+        else:
+            if len(args) == 1 or len({id(arg) for arg in args}) == len(args):
+                return None, args
     tensors = TensorList()
     try:
         packed = [pack(arg, tensors) for arg in args], {key: pack(arg, tensors) for key, arg in kwargs.items()}
@@ -144,8 +156,10 @@ def pack_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[PackedCall, 
     return packed, tensors
 
 
-def unpack_call(packed: PackedCall, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+def unpack_call(packed: PackedCall, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
     """Build a call's positional and keyword arguments again, around ``tensors``."""
+    if packed is None:
+        return tensors, {}
     args, kwargs = packed
     return [unpack(arg, tensors) for arg in args], {key: unpack(arg, tensors) for key, arg in kwargs.items()}
 

@@ -49,6 +49,13 @@ class Phase(NamedTuple):
 
 
 OUTSIDE = Phase()
+# All phases that a region can be in, made once: a region enters two.
+_PHASES = {
+    (innermost, recomputing, reentrant): Phase(innermost, recomputing, reentrant)
+    for innermost in (FORWARD, RECOMPUTE)
+    for recomputing in (False, True)
+    for reentrant in (False, True)
+}
 
 
 class _Current(threading.local):
@@ -79,7 +86,7 @@ def enter_phase(innermost: str, reentrant: bool) -> Phase:
         The flags that held before, for ``leave_phase``.
     """
     before = _current.phase
-    _current.phase = Phase(innermost, before.recomputing or innermost == RECOMPUTE, reentrant)
+    _current.phase = _PHASES[innermost, before.recomputing or innermost == RECOMPUTE, reentrant]
     return before
 
 
@@ -90,7 +97,7 @@ def enter_engine(reentrant: bool) -> Phase:
     ``use_reentrant_activation_recompute`` must hear there what it will hear in the recompute.
     """
     before = _current.phase
-    _current.phase = before._replace(reentrant=reentrant)
+    _current.phase = before._replace(reentrant=bool(reentrant))
     return before
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformer_engine_ext.errors import (
 )
 from transformer_engine_ext.pytorch.recompute.ambient import autocast_cache
 from transformer_engine_ext.pytorch.recompute.arguments import (
+    ONE_TENSOR,
     PackedCall,
     TensorList,
     hidden_tensor,
@@ -67,21 +67,27 @@ class _Reentrant(torch.autograd.Function):
         args, kwargs, call.args, call.kwargs = call.args, call.kwargs, (), {}
         versions = [version_of(tensor) for tensor in tensors]
         # See Note [Casts made without grad stay out of the cache]
-        with autocast_cache(False) if region.casts else nullcontext():
+        if region.casts:
+            with autocast_cache(False):
+                result = region.forward(args, kwargs)
+        else:
             result = region.forward(args, kwargs)
         if region.snapshot is not None:
             region.snapshot.finish()
         call.changed = [i for i, tensor in enumerate(tensors) if version_of(tensor) != versions[i]]
-        outputs = TensorList()
-        call.outputs = pack(result, outputs)
-        _refuse_hidden(call.outputs)
+        outputs: Sequence[Tensor]
+        if type(result) is Tensor:
+            call.outputs, outputs = ONE_TENSOR, (result,)
+        else:
+            outputs = TensorList()
+            call.outputs = pack(result, outputs)
+            _refuse_hidden(call.outputs)
         ctx.call = call
         # A gradient that nobody asked for stays None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
         # See Note [The caller's input is spread in place]
         ctx.save_for_backward(*(tensors if call.distributed is None else call.distributed.scatter(tensors)))
-        given = {id(tensor) for tensor in tensors}
-        return tuple(output if id(output) in given else _connectable(output) for output in outputs)
+        return tuple([_connectable(output, tensors) for output in outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -92,8 +98,12 @@ class _Reentrant(torch.autograd.Function):
             tensors = call.distributed.gather(tensors)
         inputs = list(map(_input, tensors, ctx.needs_input_grad[1:]))
         result = call.region.recompute(*unpack_call(call.packed, inputs))
-        outputs = TensorList()
-        pack(result, outputs)
+        outputs: Sequence[Tensor]
+        if type(result) is Tensor:
+            outputs = (result,)
+        else:
+            outputs = TensorList()
+            pack(result, outputs)
         if len(outputs) != len(grads):
             raise SavedTensorMismatchError(
                 f"the recompute of a checkpointed region returned {len(outputs)} tensors, its forward {len(grads)}; "
@@ -114,7 +124,7 @@ class _Reentrant(torch.autograd.Function):
                 "the region's outputs, but nothing in its recompute leads from an output to an input or a parameter. "
                 "Call the function directly, or check for detach() and no_grad() inside"
             )
-        return (None, *(tensor.grad if tensor.requires_grad else None for tensor in inputs))
+        return (None, *[tensor.grad if tensor.requires_grad else None for tensor in inputs])
 
 
 def _refuse_unsupported(call: _Call) -> None:
@@ -156,9 +166,11 @@ def _input(tensor: Tensor, needs_grad: bool) -> Tensor:
     return twin
 
 
-def _connectable(output: Tensor) -> Tensor:
+def _connectable(output: Tensor, given: Sequence[Tensor]) -> Tensor:
     """Return an output that a node may be set on: a parameter that the function hands out must stay the leaf it is."""
-    return output.detach() if output.requires_grad else output
+    if not output.requires_grad or any(output is tensor for tensor in given):
+        return output
+    return output.detach()
 
 
 def run_reentrant(

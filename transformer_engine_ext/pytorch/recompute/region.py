@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
 from transformer_engine_ext.errors import SuppressedErrorError
+from transformer_engine_ext.pytorch.recompute import debug
 from transformer_engine_ext.pytorch.recompute.ambient import Ambient
-from transformer_engine_ext.pytorch.recompute.debug import watching
 from transformer_engine_ext.pytorch.recompute.hooks import active_hooks, enter_hooks, leave_hooks
 from transformer_engine_ext.pytorch.recompute.phase import FORWARD, RECOMPUTE, enter_phase, leave_phase
 from transformer_engine_ext.pytorch.recompute.selective import replaying_draws
@@ -90,7 +90,7 @@ class Region:
                 )
         self._ambient = Ambient()
         self._hooks = active_hooks()
-        self._memories: list[dict[str, Any]] = [{} for _ in self._hooks]
+        self._memories: list[dict[str, Any]] = [{} for _ in self._hooks] if self._hooks else []
         self.snapshot = Snapshot(tensors, _module_of(function), tracker) if preserve_rng_state else None
 
     @property
@@ -125,12 +125,11 @@ class Region:
             if snapshot is not None:
                 snapshot.open()
             try:
+                if context is None and not debug.ENABLED:
+                    return self._function(*args, **kwargs)
                 # See Note [Concurrent draws cannot be exact]
-                with watching():
-                    if context is None:
-                        return self._function(*args, **kwargs)
-                    with context:
-                        return self._function(*args, **kwargs)
+                with debug.watching(), nullcontext() if context is None else context:
+                    return self._function(*args, **kwargs)
                 raise SuppressedErrorError(
                     "the forward context that context_fn returned suppressed an exception of the checkpointed "
                     "function, so there is no result to return; make the context re-raise it"
@@ -185,16 +184,23 @@ class Region:
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Return the function's result, and whether it ran to its end."""
-        context = self._recompute_context
+        ambient, context = self._ambient.again(), self._recompute_context
+        # Not torch.enable_grad: with the other contexts it would cost as much as all of the rewinding.
+        grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
         try:
-            with self._ambient.again(), torch.enable_grad(), watching():
+            if ambient is None and context is None and not debug.ENABLED:
+                return self._function(*args, **kwargs), True
+            with nullcontext() if ambient is None else ambient, debug.watching():
                 if context is None:
                     return self._function(*args, **kwargs), True
                 with context:
                     return self._function(*args, **kwargs), True
-                return None, True
+            return None, True
         except StopRecompute:
             return None, False
+        finally:
+            torch._C._set_grad_enabled(grad)
 
 
 def _module_of(function: Callable[..., Any]) -> torch.nn.Module | None:

@@ -44,21 +44,26 @@ def audit(rewound: Rewound) -> None:
     snapshot = rewound.snapshot
     if snapshot.ends is None:  # backward inside the region: forward has not ended, so there is nothing to compare with
         return
+    if rewound.complete and not rewound.streams and not rewound.foreign_reached:
+        # What nearly every recompute comes to: all streams that it used are forward's, and stand where forward ended.
+        for (_, backend, _, _), end, reached in zip(snapshot.streams, snapshot.ends, rewound.reached, strict=True):
+            if not backend.same(end, reached):
+                break
+        else:
+            return
     lines = []
-    strays = list(zip(rewound.names, rewound.backends, rewound.values, rewound.strayed, strict=True))
-    streams = zip(snapshot.names, snapshot.backends, snapshot.values, snapshot.ends, strict=True)
-    for (name, backend, entry, end), reached in zip(streams, rewound.reached if rewound.complete else (), strict=False):
+    strays = list(zip(rewound.streams, rewound.strayed, strict=True))
+    reached_of = rewound.reached if rewound.complete else ()
+    for (name, backend, _, entry), end, reached in zip(snapshot.streams, snapshot.ends, reached_of, strict=False):
         if not backend.same(end, reached) and not (
             backend.unmoved(entry, reached) and _take_twin(strays, name, entry, end, backend.same)
         ):
             forward, recompute = backend.distance(entry, end), backend.distance(entry, reached)
             lines.append(f"  stream {name!r}: forward drew {forward}, recompute drew {recompute}")
     if not rewound.complete:
-        for name, backend, entry, end in zip(
-            snapshot.names, snapshot.backends, snapshot.values, snapshot.ends, strict=True
-        ):
+        for (name, backend, _, entry), end in zip(snapshot.streams, snapshot.ends, strict=True):
             _take_twin(strays, name, entry, end, backend.leads_to)
-    for name, backend, entry, strayed in strays:
+    for (name, backend, _, entry), strayed in strays:
         if not backend.unmoved(entry, strayed):
             moved = backend.distance(entry, strayed)
             lines.append(f"  stream {name!r}: forward did not use it, recompute drew {moved}")
@@ -76,7 +81,7 @@ def audit(rewound: Rewound) -> None:
 # ended at the same position.
 def _take_twin(strays: list[Any], name: str, entry: Tensor, end: Any, fits: Callable[[Any, Any], bool]) -> bool:
     """Remove the stream from ``strays`` that is the recompute's twin of a forward's; tell whether there was one."""
-    for number, (other, _, start, reached) in enumerate(strays):
+    for number, ((other, _, _, start), reached) in enumerate(strays):
         if other == name and same_value(start, entry) and fits(reached, end):
             del strays[number]
             return True

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Generator, Tensor
 from transformer_engine_ext.errors import StreamStateTypeError, UnsupportedDeviceError
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, get_backend, same_value
 
-__all__ = ["Foreign", "cuda_in_use", "default_streams"]
+__all__ = ["Foreign", "cuda_in_use", "default_name", "default_streams"]
 
 Covered = tuple[str, DeviceBackend, Any, Tensor]
 
@@ -104,12 +105,16 @@ def _in_use(index: int) -> bool:
         return True
 
 
-def cuda_in_use() -> list[int]:
+def cuda_in_use() -> Sequence[int]:
     """Return the indices of the CUDA devices that this process uses: the current one, and all with a context."""
     if not torch.cuda.is_initialized():
-        return []
-    current, count = torch.cuda.current_device(), torch.cuda.device_count()
-    return [current] if count == 1 else [i for i in range(count) if i == current or _in_use(i)]
+        return ()
+    # Generators are made for all visible devices when CUDA starts; counting the devices anew costs a microsecond.
+    count = len(torch.cuda.default_generators)
+    if count == 1:
+        return (0,)
+    current = torch.cuda.current_device()
+    return [i for i in range(count) if i == current or _in_use(i)]
 
 
 def _other_types() -> bool:
@@ -118,13 +123,19 @@ def _other_types() -> bool:
     return accelerator is not None and accelerator.type not in ("cpu", "cuda")
 
 
+@functools.cache
+def default_name(index: int) -> str:
+    """Return what to call the default stream of a CUDA device in messages."""
+    return f"default (cuda:{index})"
+
+
 # Note [Which devices are covered]
 # The default generator of every CUDA device that this process has a context on: a superset of the devices of the
 # region's arguments, of its module's parameters and of the tensors in its closure, and cheaper to find than those (a
 # walk over a transformer layer's parameters costs more than the whole snapshot). One process per GPU has one context,
 # however many devices it sees. Other device types are covered where an argument or a parameter lives on one.
-def default_streams(tensors: Sequence[Tensor], module: torch.nn.Module | None) -> Iterator[Covered]:
-    """Yield the default streams to cover, as ``(name, backend, handle, value)``.
+def default_streams(tensors: Sequence[Tensor], module: torch.nn.Module | None) -> list[Covered]:
+    """Return the default streams to cover, as ``(name, backend, handle, value)``.
 
     Parameters
     ----------
@@ -133,9 +144,9 @@ def default_streams(tensors: Sequence[Tensor], module: torch.nn.Module | None) -
     module : torch.nn.Module or None
         Module that the region calls.
 
-    Yields
-    ------
-    tuple
+    Returns
+    -------
+    list of tuple
         The CPU's default stream, and see Note [Which devices are covered].
 
     Raises
@@ -145,16 +156,17 @@ def default_streams(tensors: Sequence[Tensor], module: torch.nn.Module | None) -
     """
     cpu = get_backend("cpu")
     handle = cpu.default(0)
-    yield "default (cpu)", cpu, handle, cpu.read(handle)
+    found: list[Covered] = [("default (cpu)", cpu, handle, cpu.read(handle))]
     for index in cuda_in_use():
         cuda = get_backend("cuda")
         handle = cuda.default(index)
-        yield f"default (cuda:{index})", cuda, handle, cuda.read(handle)
+        found.append((default_name(index), cuda, handle, cuda.read(handle)))
     others = [tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_cuda or tensor.is_meta)]
     if others or _other_types():
         for device in dict.fromkeys((*others, *_module_devices(module))):
             if device.type not in ("cpu", "cuda", "meta"):
-                yield _other(device)
+                found.append(_other(device))
+    return found
 
 
 class Foreign:

@@ -13,7 +13,17 @@ from torch import Generator, Tensor
 from transformer_engine_ext.pytorch.rng.capture import capturing, require_registered
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of
 
-__all__ = ["Recording", "StreamTable", "note_birth", "note_table", "noted_handles", "reborn", "touch", "watch_forks"]
+__all__ = [
+    "Recording",
+    "Stream",
+    "StreamTable",
+    "note_birth",
+    "note_table",
+    "noted_handles",
+    "reborn",
+    "touch",
+    "watch_forks",
+]
 
 # Note [Saved states are values]
 # A live handle moves with every draw, also with the draws of the very forward pass it was "saved" for: rewinding to it
@@ -26,6 +36,10 @@ class StreamTable(Protocol):
 
     _states: dict[str, Generator]
     seeds_: set[int]
+
+
+#: What to call a stream in messages, its backend, its handle, and its value (``uint8``, CPU) at one moment.
+Stream = tuple[str, DeviceBackend, Generator, Tensor]
 
 
 class _Stack(threading.local):
@@ -43,36 +57,29 @@ class Recording:
 
     Attributes
     ----------
-    names : list of str
-        What to call each stream in messages.
-    backends, handles, values : list
-        One entry per stream, in the order of first touch; values are ``uint8`` CPU tensors.
+    streams : list of Stream
+        In the order of first touch.
     known : set of int
         ``id`` of every handle that needs no noting: noted already, or made since.
-    births : list of tuple
+    births : tuple of tuple
         ``(tracker, name, handle)`` of every stream made since, in order; the tracker is None where none added it.
-    tables : list of tuple
+    tables : tuple of tuple
         ``(tracker, states_, seeds_)`` as they were before the set of streams first changed.
     """
 
-    __slots__ = ("backends", "births", "handles", "known", "names", "tables", "values")
+    __slots__ = ("births", "known", "streams", "tables")
 
     def __init__(self) -> None:
-        self.names: list[str] = []
-        self.backends: list[DeviceBackend] = []
-        self.handles: list[Generator] = []
-        self.values: list[Tensor] = []
+        self.streams: list[Stream] = []
         self.known: set[int] = set()
-        self.births: list[tuple[StreamTable | None, str, Generator]] = []
-        self.tables: list[tuple[StreamTable, dict[str, Generator], set[int]]] = []
+        # Most recordings see neither, so these are replaced, not changed.
+        self.births: tuple[tuple[StreamTable | None, str, Generator], ...] = ()
+        self.tables: tuple[tuple[StreamTable, dict[str, Generator], set[int]], ...] = ()
 
     def record(self, name: str, backend: DeviceBackend, handle: Generator, value: Tensor) -> None:
         """Note one stream; the handle is kept alive, so that its ``id`` stays its own."""
         self.known.add(id(handle))
-        self.names.append(name)
-        self.backends.append(backend)
-        self.handles.append(handle)
-        self.values.append(value)
+        self.streams.append((name, backend, handle, value))
 
     def open(self) -> None:
         """Receive the touches of this thread from now on."""
@@ -88,15 +95,20 @@ class Recording:
 
     def positions(self) -> list[Any]:
         """Return where each noted stream stands now."""
-        return [backend.position(handle) for backend, handle in zip(self.backends, self.handles, strict=True)]
+        return [backend.position(handle) for _, backend, handle, _ in self.streams]
 
-    def rewind(self, values: Sequence[Tensor]) -> None:
-        """Write ``values`` into the noted streams, in place."""
+    def read(self) -> list[Stream]:
+        """Return the noted streams with the values that they have now."""
+        return [(name, backend, handle, backend.read(handle)) for name, backend, handle, _ in self.streams]
+
+    @staticmethod
+    def rewind(streams: Sequence[Stream]) -> None:
+        """Write the values of some streams, in place."""
         # Note [The earliest value wins]
         # Two handles can share one CUDA state (a second name for the default stream, say). Their values were noted at
         # different moments, and only the earliest is the one at entry, so it must be written last.
-        for i in range(len(values) - 1, -1, -1):
-            self.backends[i].write(self.handles[i], values[i])
+        for _, backend, handle, value in reversed(streams):
+            backend.write(handle, value)
 
 
 # Note [First touch]
@@ -143,7 +155,7 @@ def watch_forks(watcher: Callable[[str], None] | None) -> None:
 
 def noted_handles() -> list[Generator]:
     """Return the streams that the open recordings of this thread have noted, or that were made inside them."""
-    noted = [handle for recording in _stack.open for handle in recording.handles]
+    noted = [handle for recording in _stack.open for _, _, handle, _ in recording.streams]
     return noted + [handle for recording in _stack.open for _, _, handle in recording.births]
 
 
@@ -151,7 +163,8 @@ def note_birth(handle: Generator, name: str = "", tracker: StreamTable | None = 
     """Tell the open recordings that a stream was made inside them, so that it has no earlier value to go back to."""
     for recording in _stack.open:
         recording.known.add(id(handle))
-        recording.births.append((tracker, name, handle))  # kept alive: a freed id could become another generator's
+        # Kept alive: a freed id could become another generator's.
+        recording.births = (*recording.births, (tracker, name, handle))
 
 
 def reborn(tracker: StreamTable, name: str) -> Generator | None:
@@ -169,4 +182,4 @@ def note_table(tracker: StreamTable) -> None:
     for recording in reversed(_stack.open):
         if any(known is tracker for known, _, _ in recording.tables):
             return
-        recording.tables.append((tracker, dict(tracker._states), set(tracker.seeds_)))
+        recording.tables = (*recording.tables, (tracker, dict(tracker._states), set(tracker.seeds_)))

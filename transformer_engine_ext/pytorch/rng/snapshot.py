@@ -14,10 +14,10 @@ from torch import Generator, Tensor
 
 from transformer_engine_ext.errors import UnsupportedCaptureError, UnsupportedDeviceError
 from transformer_engine_ext.pytorch.rng.capture import SavedWords, set_host_offset
-from transformer_engine_ext.pytorch.rng.coverage import Foreign, cuda_in_use, default_streams
-from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of, same_value
+from transformer_engine_ext.pytorch.rng.coverage import Foreign, cuda_in_use, default_name, default_streams
+from transformer_engine_ext.pytorch.rng.devices import backend_of, same_value
 from transformer_engine_ext.pytorch.rng.native import warm_up
-from transformer_engine_ext.pytorch.rng.recording import Recording, StreamTable
+from transformer_engine_ext.pytorch.rng.recording import Recording, Stream, StreamTable
 from transformer_engine_ext.pytorch.rng.state import PhiloxState, offset_word
 
 __all__ = ["Rewound", "Snapshot"]
@@ -50,18 +50,18 @@ class Snapshot(Recording):
     ) -> None:
         super().__init__()
         self.ends: list[Any] | None = None
-        self.foreign_ends: dict[str, Tensor] = {}
+        self.foreign_ends: dict[str, Tensor] = _NO_STATES
         self.cuda_ready = torch.cuda.is_initialized()
         self.captured = self.cuda_ready and torch.cuda.is_current_stream_capturing()
         self.words: SavedWords | None = None
         if self.cuda_ready:
             warm_up()
-        for name, backend, handle, value in default_streams(tensors, module):
-            self.record(name, backend, handle, value)
+        self.streams = default_streams(tensors, module)
+        self.known = {id(handle) for _, _, handle, _ in self.streams}
         # Note [Binding follows the region]
         # A region may be called inside a fork. Its "default" draws then belong to the forked stream, so the recompute,
         # which usually runs outside that fork, binds the default generator to the stream it was bound to at entry.
-        self.bound = len(self.handles)
+        self.bound = len(self.streams)
         self.foreign: Foreign | None = None
         if tracker is not None:
             self.foreign = Foreign(tracker)
@@ -79,7 +79,7 @@ class Snapshot(Recording):
         """
         # See Note [Which devices are covered]
         for index in cuda_in_use():
-            if f"default (cuda:{index})" not in self.names:
+            if not any(name == default_name(index) for name, _, _, _ in self.streams):
                 touch = "torch.cuda.init()" if not self.cuda_ready else f"torch.empty(1, device='cuda:{index}')"
                 raise UnsupportedDeviceError(
                     f"device cuda:{index} was used for the first time inside a checkpointed region, so the state of "
@@ -98,9 +98,7 @@ class Snapshot(Recording):
         return SavedWords(
             [
                 (name, handle)
-                for name, backend, handle, value in zip(
-                    self.names, self.backends, self.handles, self.values, strict=True
-                )
+                for name, backend, handle, value in self.streams
                 if backend.device_type == "cuda" and not backend.unmoved(value, backend.position(handle))
             ]
         )
@@ -109,27 +107,29 @@ class Snapshot(Recording):
         """Return the snapshot of a captured forward as one of eager values, of the latest replay."""
         twin = copy.copy(self)
         twin.captured, twin.words = False, None
-        twin.values = list(self.values)
+        twin.streams = list(self.streams)
         words = self.words.read_back() if self.words is not None else {}
         ends = list(self.ends) if self.ends is not None else None
-        for i, (backend, handle) in enumerate(zip(self.backends, self.handles, strict=True)):
+        for i, (name, backend, handle, value) in enumerate(self.streams):
             if backend.device_type != "cuda":
                 continue
             saved = words.get(id(handle))
             if saved is None:  # the region did not use it: it stays where it is
-                twin.values[i] = backend.read(handle)
+                twin.streams[i] = name, backend, handle, backend.read(handle)
                 if ends is not None:
                     ends[i] = backend.position(handle)
             else:
-                twin.values[i] = PhiloxState(saved.seed, saved.offset + offset_word(self.values[i])).to_tensor()
+                state = PhiloxState(saved.seed, saved.offset + offset_word(value))
+                twin.streams[i] = name, backend, handle, state.to_tensor()
                 if ends is not None:
                     ends[i] += saved.offset
         twin.ends = ends
         return twin
 
-    def rewind_within(self, values: Sequence[Tensor]) -> None:
-        """Write ``values`` as ``rewind`` does, of CUDA streams only where they stood within the graph."""
-        for backend, handle, value in reversed(list(zip(self.backends, self.handles, values, strict=True))):
+    @staticmethod
+    def rewind_within(streams: Sequence[Stream]) -> None:
+        """Write values as ``rewind`` does, of CUDA streams only where they stood within the graph."""
+        for _, backend, handle, value in reversed(streams):
             if backend.device_type == "cuda":
                 # The seed is in the device words; the host may have another one by now, and may not change it.
                 set_host_offset(handle, offset_word(value))
@@ -141,6 +141,9 @@ class Snapshot(Recording):
         return Rewound(self)
 
 
+_NO_STATES: dict[str, Tensor] = {}  # never changed
+
+
 class Rewound(Recording):
     """One recompute: streams rewound on entry, put back on exit, whatever happens in between.
 
@@ -148,7 +151,7 @@ class Rewound(Recording):
     ----------
     complete : bool
         Set to False by the engine when it stopped the recompute early, after ``may_stop`` allowed it.
-    reached, strayed : list
+    reached, strayed : sequence
         Where the snapshot's streams, and the streams that only the recompute touched, stood when it ended.
     """
 
@@ -162,12 +165,12 @@ class Rewound(Recording):
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         self.snapshot = snapshot
-        self.known.update(snapshot.known)
+        self.known = set(snapshot.known)
         self.complete = True
-        self.reached: list[Any] = []
-        self.strayed: list[Any] = []
-        self.foreign_reached: dict[str, Tensor] = {}
-        self._reborn: dict[tuple[int, str], int] = {}
+        self.reached: Sequence[Any] = ()
+        self.strayed: Sequence[Any] = ()
+        self.foreign_reached: dict[str, Tensor] = _NO_STATES
+        self._reborn: dict[tuple[int, str], int] | None = None
         self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
     def __enter__(self) -> Rewound:
@@ -186,23 +189,25 @@ class Rewound(Recording):
         try:
             for i in range(snapshot.bound):
                 # See Note [Binding follows the region]
-                backend = snapshot.backends[i]
-                undo.append((backend.unbind, (backend.bind(snapshot.handles[i]),)))
+                _, backend, handle, _ = snapshot.streams[i]
+                token = backend.bind(handle)
+                if token is not None:
+                    undo.append((backend.unbind, (token,)))
             if snapshot.foreign is not None:
                 undo.append((snapshot.foreign.restore, (snapshot.foreign.rewind(),)))
             for tracker, states, seeds in snapshot.tables:
                 undo.append((_set_table, (tracker, tracker._states, tracker.seeds_)))
                 _set_table(tracker, dict(states), set(seeds))
             # See Note [A bound CPU stream lives in the default generator]
-            live = [backend.read(handle) for backend, handle in zip(snapshot.backends, snapshot.handles, strict=True)]
+            live = snapshot.read()
             # See Note [The earliest value wins]
             undo.append((snapshot.rewind, (live,)))
             if now:
                 words = snapshot.words or snapshot.save_words()
                 undo.append((words.restore, (words.rewind(),)))
-                snapshot.rewind_within(snapshot.values)
+                snapshot.rewind_within(snapshot.streams)
             else:
-                snapshot.rewind(snapshot.values)
+                snapshot.rewind(snapshot.streams)
         except BaseException:
             self._restore()
             raise
@@ -213,7 +218,8 @@ class Rewound(Recording):
     ) -> None:
         try:
             if kind is None and self.snapshot.ends is not None:
-                self.strayed = self.positions()
+                if self.streams:
+                    self.strayed = self.positions()
                 if self.complete:
                     self._look()
         finally:
@@ -222,8 +228,9 @@ class Rewound(Recording):
     def _restore(self) -> None:
         # See Note [Restore on every exit]
         undo = self._undo
-        undo.extend((_set_table, table) for table in self.tables)
-        undo.append((self.rewind, (self.values,)))
+        undo.extend([(_set_table, table) for table in self.tables])
+        if self.streams:
+            undo.append((self.rewind, (self.streams,)))
         failed: BaseException | None = None
         while undo:
             step, args = undo.pop()
@@ -241,6 +248,8 @@ class Rewound(Recording):
     def reborn(self, tracker: StreamTable, name: str) -> Generator | None:
         """Return forward's generator for a stream that is being added again; None if forward added none."""
         born = [handle for owner, known, handle in self.snapshot.births if owner is tracker and known == name]
+        if self._reborn is None:
+            self._reborn = {}
         used = self._reborn.get((id(tracker), name), 0)
         if used >= len(born):
             return None
@@ -261,7 +270,8 @@ class Rewound(Recording):
         if ends is None:  # a backward inside the region: forward has not ended
             return True
         self._look()
-        if not all(map(_leads_to, self.snapshot.backends, self.reached, ends)):
+        streams = zip(self.snapshot.streams, self.reached, ends, strict=True)
+        if not all(backend.leads_to(reached, end) for (_, backend, _, _), reached, end in streams):
             return False
         foreign = self.snapshot.foreign_ends
         return all(name in foreign and same_value(foreign[name], end) for name, end in self.foreign_reached.items())
@@ -270,10 +280,6 @@ class Rewound(Recording):
         self.reached = self.snapshot.positions()
         if self.snapshot.foreign is not None:
             self.foreign_reached = self.snapshot.foreign.positions()
-
-
-def _leads_to(backend: DeviceBackend, here: Any, end: Any) -> bool:
-    return backend.leads_to(here, end)
 
 
 def _set_table(tracker: StreamTable, states: dict[str, Generator], seeds: set[int]) -> None:
