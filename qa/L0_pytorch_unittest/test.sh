@@ -113,6 +113,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_rng_file.py \
     tests/pytorch/test_save_paths.py \
     tests/pytorch/test_scale.py \
+    tests/pytorch/test_scale_saving.py \
     tests/pytorch/test_state.py \
     tests/pytorch/test_streams.py \
     tests/pytorch/test_te_rng_names.py \
