@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,7 @@ MESHES = {
 SECONDS, MEBIBYTES, MARGIN = 2.0, 200.0, 3.0
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux reports it")
 def test_seeding_audit_and_table_of_16384_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     result = subprocess.run(
         [sys.executable, str(TESTS / "_simulated_mesh.py")],
@@ -57,7 +59,7 @@ def test_seeding_audit_and_table_of_16384_ranks(capsys: pytest.CaptureFixture[st
         text = found[derivation]["text"]
         assert "default: rank 777 (pp 0, dp 48, tp 4, cp 1) stands elsewhere than rank 769, and must be" in text
         assert len(text) < 6000
-    assert found["mebibytes"] < MEBIBYTES
+    assert 0 < found["mebibytes"] < MEBIBYTES
 
 
 def test_what_a_rank_sends_does_not_grow() -> None:
