@@ -97,6 +97,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_parallel_rng.py \
     tests/pytorch/test_patching.py \
+    tests/pytorch/test_patching_megatron.py \
     tests/pytorch/test_parallel_rng_arguments.py \
     tests/pytorch/test_phase_flags.py \
     tests/pytorch/test_recompute_rng.py \

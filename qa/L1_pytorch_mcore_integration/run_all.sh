@@ -1,4 +1,3 @@
-#!/bin/bash
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
 # Train all combinations into folder $1, JOBS at a time (they share one GPU).

@@ -22,7 +22,6 @@ import transformer_engine_ext
 from _patched import stand_ins
 from transformer_engine_ext import patch, patched, unpatch
 from transformer_engine_ext.errors import PatchError
-from transformer_engine_ext.integrations import megatron_guards
 from transformer_engine_ext.integrations.patching import patch_report
 
 TE = "transformer_engine.pytorch"
@@ -288,129 +287,6 @@ def test_an_unknown_version_warns(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert caught[0].filename == __file__
     assert note in report.notes
     assert wrong(load(TE).checkpoint) == 0
-
-
-@pytest.mark.parametrize("readable", [True, False])
-def test_guards_are_lifted_only_where_it_is_exact(
-    folder: Path, readable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load(CONFIG).TransformerConfig
-    graphed = functools.partial(config, "selective", "local", attention_dropout=0.1)
-    with pytest.raises(AssertionError, match="attention dropout is not supported"):
-        graphed()
-    patch()
-    monkeypatch.setattr(megatron_guards, "native_status", lambda: (readable, "no library"))
-    if not readable:
-        with pytest.raises(AssertionError, match="not with this installation: no library"):
-            graphed()
-        return
-    made = graphed(moe_input_jitter_eps=0.01)
-    assert (type(made.attention_dropout), made.attention_dropout, made.moe_input_jitter_eps) == (float, 0.1, 0.01)
-    with pytest.raises(AssertionError, match="Batch invariant"):
-        graphed(batch_invariant_mode=True)
-    unpatch()
-    with pytest.raises(AssertionError, match="attention dropout is not supported"):
-        graphed()
-
-
-def test_local_graphs_get_the_non_reentrant_engine(folder: Path) -> None:
-    patch()
-    te, random, graphs = load(TE), load(RANDOM), load("megatron.core.transformer.cuda_graphs")
-    for state in ("capturing", "warmup"):
-        graphs.STATE[state] = True
-        for checkpoint in (te.checkpoint, lambda region, x: random.checkpoint(region, False, x)):
-            x = torch.ones(64, requires_grad=True)
-            y = checkpoint(lambda z: F.dropout(z.exp(), 0.5), x)
-            (grad,) = torch.autograd.grad(y.sum(), x)  # a reentrant region refuses this
-            assert torch.equal(grad, y.detach())
-        graphs.STATE[state] = False
-
-
-def test_megatrons_flag_is_put_back(folder: Path) -> None:
-    patch()
-    random = load(RANDOM)
-    seen = []
-
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        seen.append(random.IS_CHECKPOINTING)
-        return x.sin()
-
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        y = random.checkpoint(inner, False, x)
-        seen.append(random.IS_CHECKPOINTING)
-        return y.cos()
-
-    x = torch.ones(4, requires_grad=True)
-    random.checkpoint(outer, False, x).sum().backward()
-    assert seen == [True] * len(seen)
-    assert len(seen) >= 5
-    assert random.IS_CHECKPOINTING is False
-
-
-def test_megatrons_own_recompute_with_a_discarded_output(folder: Path) -> None:
-    random = load(RANDOM)
-
-    def run() -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
-        distributed, phases = load(f"{TE}.distributed"), []
-        tracker = random.get_cuda_rng_tracker()
-
-        def region(x: torch.Tensor) -> torch.Tensor:
-            phases.append(distributed.in_fp8_activation_recompute_phase())
-            with tracker.fork():
-                x = F.dropout(x, 0.5)
-            return F.dropout(x, 0.25)
-
-        made = random.CheckpointWithoutOutput()
-        first = made.checkpoint(region, torch.ones(512))
-        torch.rand(3)
-        before = torch.get_rng_state()
-        made._recompute(None)
-        assert torch.equal(torch.get_rng_state(), before)
-        return first, made.outputs, phases
-
-    first, again, _ = run()
-    assert not torch.equal(first, again)
-    with patched():
-        first, again, phases = run()
-        assert torch.equal(first, again)
-        assert phases == [False, True]
-
-
-def test_megatrons_helpers_outside_of_a_fork(folder: Path) -> None:
-    patch()
-    random = load(RANDOM)
-    tracker = random.get_cuda_rng_tracker()
-
-    def draw() -> torch.Tensor:
-        with tracker.fork():
-            forked = torch.rand(3)
-        return torch.cat([forked, torch.rand(3)])
-
-    saved = random._get_all_rng_states()
-    first = draw()
-    random._set_all_rng_states(*saved)
-    assert torch.equal(draw(), first)
-    before = draw()
-    random._set_all_rng_states(*saved)
-    draw()
-    with random._fork_rng():
-        draw()
-    assert torch.equal(draw(), before)
-
-
-def test_megatrons_own_tracker_saves_values(folder: Path) -> None:
-    patch()
-    tracker = load(RANDOM).CudaRNGStatesTracker()
-    tracker.states_ = {"a": torch.Generator().manual_seed(4)}
-    saved = tracker.get_states()
-    first = torch.rand(3, generator=tracker.states_["a"])
-    tracker.set_states(saved)
-    assert torch.equal(torch.rand(3, generator=tracker.states_["a"]), first)
-    given = {"a": torch.zeros(4, dtype=torch.uint8)}
-    tracker.set_states(given)
-    tracker.states_["b"] = 1
-    assert list(given) == ["a"], "the caller's dict is not written to"
-    assert tracker.get_states()["a"] is given["a"]
 
 
 def test_contexts_put_flags_back_and_keep_pairs_apart(folder: Path) -> None:

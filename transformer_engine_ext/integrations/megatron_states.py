@@ -63,8 +63,11 @@ def plan_states(plan: Plan, module: Any) -> None:
     setter = getattr(module, "_set_all_rng_states", None)
     names = ("_get_all_rng_states", "_set_all_rng_states", "_fork_rng")
     if setter is None or len(inspect.signature(setter).parameters) != 3:
+        reason = "this version saves something else than three states, by value"
+        if setter is None:
+            reason = "this version has no such helper; it saves with its tracker's get_states, which gives values"
         for name in names:
-            plan.skip(f"{module.__name__}.{name}", "this version saves something else than three states, so by itself")
+            plan.skip(f"{module.__name__}.{name}", reason)
         return
 
     def get_all(original: Callable[[], tuple[Any, Any, Any]]) -> Callable[[], tuple[Any, Any, Any]]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,18 +15,26 @@ from transformer_engine_ext.errors import PatchError
 
 __all__ = ["AttributeSwap", "CodeSwap", "original_of", "plain_function"]
 
-_PLACE = "the function to call"
+_KEY = "which replacement"
 _MISSING = object()
+_numbers = itertools.count(1)
+
+#: Key in a replaced function's code to what runs instead.
+REPLACEMENTS: dict[str, Callable[..., Any]] = {}
 
 
+# The code below is put into functions of other modules, so it has to find everything by itself; torch.compile, which
+# traces into such functions, understands an import and a string, but no function among the constants of a code.
 def _call(*args: Any, **kwargs: Any) -> Any:
-    function: Any = "the function to call"
-    return function(*args, **kwargs)
+    from transformer_engine_ext.integrations.swapping import REPLACEMENTS
+
+    return REPLACEMENTS["which replacement"](*args, **kwargs)
 
 
 def _generate(*args: Any, **kwargs: Any) -> Any:
-    function: Any = "the function to call"
-    return (yield from function(*args, **kwargs))
+    from transformer_engine_ext.integrations.swapping import REPLACEMENTS
+
+    return (yield from REPLACEMENTS["which replacement"](*args, **kwargs))
 
 
 def plain_function(value: Any) -> types.FunctionType:
@@ -70,12 +79,12 @@ class CodeSwap:
             code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
-        self._defaults = function.__defaults__, function.__kwdefaults__
         self._code = code
         template = (_generate if code.co_flags & inspect.CO_GENERATOR else _call).__code__
+        self._key = f"{function.__module__}.{function.__qualname__} {next(_numbers)}"
+        self._replacement = replacement
         constants = tuple(
-            replacement if isinstance(constant, str) and constant == _PLACE else constant
-            for constant in template.co_consts
+            self._key if isinstance(constant, str) and constant == _KEY else constant for constant in template.co_consts
         )
         self._ours = template.replace(
             co_consts=constants,
@@ -90,6 +99,7 @@ class CodeSwap:
             with suppress(TypeError, ValueError):
                 self.function.__signature__ = inspect.signature(self.original)  # type: ignore[attr-defined]
                 self._signed = True
+        REPLACEMENTS[self._key] = self._replacement
         self.function.__code__ = self._ours
 
     def undo(self) -> str | None:
@@ -97,6 +107,7 @@ class CodeSwap:
         if self.function.__code__ is not self._ours:
             return "its code was replaced again by somebody else, and was left alone"
         self.function.__code__ = self._code
+        # Its entry in REPLACEMENTS stays: another thread may be between the code and its look-up.
         if self._signed:
             with suppress(AttributeError):
                 del self.function.__signature__  # type: ignore[attr-defined]
