@@ -216,7 +216,7 @@ def test_without_a_region_the_queue_is_what_it_was(te: Any) -> None:
 
 
 def test_the_older_layout(te: Any) -> None:
-    """Before Transformer Engine 2.12 the state was attributes of the manager."""
+    """Before Transformer Engine 2.15 the state was attributes of the manager."""
 
     class Manager:
         FP8_ENABLED = True

@@ -136,6 +136,18 @@ def test_f4_imports_in_any_order(folder: Path, order: str) -> None:
     assert wrong(lambda region, x: random.checkpoint(region, False, x), tracker) > 100
 
 
+def test_b15_positional_options_are_understood_and_warned_of_at_the_callers_line(folder: Path) -> None:
+    te = load(TE)
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 3)
+    patch()
+    x, seen = torch.ones(8, requires_grad=True), []
+    with pytest.warns(DeprecationWarning, match="positional") as caught:
+        te.checkpoint(lambda *args: seen.append(args) or args[0] * 1, False, lambda: tracker, None, x, None)
+    assert caught[0].filename == __file__
+    assert [len(args) for args in seen] == [2]
+
+
 def test_the_class_stays_and_so_do_instances_of_before_and_of_meanwhile(folder: Path) -> None:
     te, random = load(TE), load(RANDOM)
     cls, singleton = te.CudaRNGStatesTracker, random.get_cuda_rng_tracker()

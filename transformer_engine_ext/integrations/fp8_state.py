@@ -14,7 +14,7 @@ from transformer_engine_ext.errors import RecomputeMismatchError
 
 __all__ = ["FP8State", "Open", "open_regions"]
 
-# Attribute names since Transformer Engine 2.12 or so (on `FP8GlobalStateManager.quantization_state`), and before (on
+# Attribute names since Transformer Engine 2.15 (on `FP8GlobalStateManager.quantization_state`), and before (on
 # the manager class itself).
 _FIELDS = {
     "fp8_enabled": "FP8_ENABLED",

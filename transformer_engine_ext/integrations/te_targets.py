@@ -16,6 +16,7 @@ from transformer_engine_ext.integrations.local_graphs import prefers_non_reentra
 from transformer_engine_ext.integrations.plan import Plan
 from transformer_engine_ext.integrations.tracker_states import carrying
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
+from transformer_engine_ext.pytorch.recompute.legacy import take_positional_options
 from transformer_engine_ext.pytorch.rng import get_all_rng_states, set_all_rng_states
 from transformer_engine_ext.pytorch.rng.registry import register_tracker, unregister_trackers
 
@@ -27,6 +28,9 @@ _OF_THE_CLASS = frozenset(vars(type("_Empty", (), {}))) | {
     "__annotate_func__",
     "__static_attributes__",
 }
+
+# Between a caller and the replacement: this package's code, and the decorators around the original.
+_NOT_THE_CALLERS = ("transformer_engine_ext/integrations/", "/torch/", "transformer_engine/pytorch/distributed.py")
 
 
 def plan_transformer_engine(distributed: Any) -> Plan:
@@ -61,11 +65,24 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # As Transformer Engine does: what is recomputed need not be scattered over an FSDP group.
         for name, value in (("fsdp_wrapped", False), ("fsdp_group", None)):
             getattr(function, "fast_setattr", function.__setattr__)(name, value)
+    if len(args) > 3 and isinstance(args[0], bool):
+        args, positional = take_positional_options(function, args, kwargs, stacklevel=_callers_level())
+        if positional is not None:
+            names = ("distribute_saved_activations", "get_rng_state_tracker", "tp_group")
+            kwargs.update(zip(names, positional, strict=True))
     if prefers_non_reentrant():
         kwargs["use_reentrant"] = False
         if kwargs.get("distribute_saved_activations"):
             kwargs["distribute_saved_activations"] = False
     return te_checkpoint(function, *args, **kwargs)
+
+
+def _callers_level() -> int:
+    """Return the ``stacklevel`` of the first frame that is the caller's, counted from a function called next."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_CALLERS):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _all_rng_states() -> dict[str, Any]:
