@@ -231,24 +231,25 @@ class HeldStreams:
                 )
 
     # Note [Streams are addressed outside of forks]
-    # Inside a fork the default generator *is* the forked stream, and on CUDA its own state is out of reach (only the
-    # fork holds a handle on it). Seeding, saving or loading there would take one stream for the other, so it is refused
-    # on both device types, whichever tracker of the process the fork belongs to. Two CUDA handles do not say whether
-    # they share a state; moving one and looking at the other does.
+    # Inside a fork the default generator *is* the forked stream. Seeding, saving or loading there would take one stream
+    # for the other, so it is refused, whichever tracker of the process the fork belongs to. Forks of other libraries'
+    # trackers do not report to this package; those that bind one of the job's own streams are found by moving one of
+    # the two handles and looking at the other, since two CUDA handles do not say whether they share a state.
     def _refuse_in_fork(self, verb: str) -> None:
-        default = self._backend.default(self._index())
+        index = self._index()
         mine: dict[str, Any] = {name: self._tracker.states_.get(name) for name in self._tracked()}
-        own = self._device.type == "cpu" and default is torch.default_generator
-        for name, handle in {**({} if own else get_all_rng_states()), **mine}.items():
+        bound = self._backend.bound_stream(index)
+        default = self._backend.default(index)
+        for name, handle in {**get_all_rng_states(), **mine}.items():
             if not isinstance(handle, Generator) or handle.device.type != self._device.type:
                 continue
-            if handle is default or self._shares_state(default, handle):
-                of = "" if name in mine else " of another tracker (or beside a stream that shares its state)"
+            if handle is bound or (name in mine and self._shares_state(default, handle)):
+                of = "" if name in mine else " of another tracker"
                 raise RuntimeError(
                     f"cannot {verb} the streams inside tracker.fork({name!r}){of}: there the default generator is that "
                     "stream. Leave the fork first"
                 )
-        if self._device.type == "cpu" and not own:
+        if bound is not None:
             raise RuntimeError(
                 f"cannot {verb} the streams inside a fork: the default generator is bound to a stream of a tracker "
                 "that is gone. Leave the fork first"

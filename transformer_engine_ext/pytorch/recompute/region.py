@@ -174,7 +174,11 @@ class Region:
                     if started is not None:
                         started(rewound)
                     result, rewound.complete = self._call(args, kwargs)
-                audit(rewound)  # See Note [The audit is necessary, not sufficient]
+                try:
+                    audit(rewound)  # See Note [The audit is necessary, not sufficient]
+                except BaseException:
+                    result = None  # whoever keeps the error, and with it this frame, would keep all activations
+                    raise
                 return result
             finally:
                 if entered is not None:

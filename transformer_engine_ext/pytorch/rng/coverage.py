@@ -65,6 +65,9 @@ class _ModuleBackend:
     def unbind(self, token: None) -> None:
         return None
 
+    def bound_stream(self, index: int) -> None:
+        return None
+
 
 _others: dict[str, _ModuleBackend] = {}
 _other_defaults: dict[torch.device, _ModuleDefault] = {}

@@ -58,6 +58,9 @@ class DeviceBackend(Protocol):
     def unbind(self, token: Any) -> None:
         """Bind the stream again that was bound before the matching ``bind``."""
 
+    def bound_stream(self, index: int) -> Generator | None:
+        """Return the stream that ``bind`` made the default generator's; None where that has its own."""
+
 
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -168,6 +171,9 @@ class CPUBackend:
         self._default.set_state(self._parked if handle is self._default else handle.get_state())
         self._bound = handle
 
+    def bound_stream(self, index: int = 0) -> Generator | None:
+        return None if self._bound is self._default else self._bound
+
     def unbind(self, token: list[Generator] | None) -> None:
         back = None if token is None else _end_binding(self._open, token)
         if back is not None:
@@ -224,10 +230,14 @@ class CUDABackend:
     def bind(self, handle: Generator) -> tuple[int, list[Generator]]:
         index = device_index(handle)
         default = torch.cuda.default_generators[index]
-        binding = [default.graphsafe_get_state()]
+        binding = [default.graphsafe_get_state(), handle]
         self._open.setdefault(index, []).append(binding)
         default.graphsafe_set_state(handle)
         return index, binding
+
+    def bound_stream(self, index: int) -> Generator | None:
+        bindings = self._open.get(index)
+        return bindings[-1][1] if bindings else None
 
     def unbind(self, token: tuple[int, list[Generator]]) -> None:
         index, binding = token
@@ -237,8 +247,10 @@ class CUDABackend:
 
 
 def _end_binding(open_bindings: list[list[Generator]], binding: list[Generator]) -> Generator | None:
-    """Forget a binding; return what the default generator must be bound to now, or None if it stays as it is."""
-    # See Note [Two threads may fork at once]
+    """Forget a binding; return what the default generator must be bound to now, or None if it stays as it is.
+
+    A binding starts with the stream under it; see Note [Two threads may fork at once].
+    """
     if open_bindings[-1] is binding:
         open_bindings.pop()
         return binding[0]
