@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -199,8 +201,10 @@ class FP8State:
     def _fields_of(self, holder: Any) -> None:
         new = hasattr(holder, "is_first_fp8_module") and not callable(holder.is_first_fp8_module)
         names = _FIELDS if new else _FIELDS.values()
-        self._names = tuple(name for name in names if hasattr(holder, name))
+        found = tuple(name for name in names if hasattr(holder, name))
+        self._names = found if len(found) > 1 else ()
         self._enabled = "fp8_enabled" if new else "FP8_ENABLED"
+        self._get: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*found) if len(found) > 1 else lambda _: ()
         self._first = "is_first_fp8_module" if new else "IS_FIRST_FP8_MODULE"
         self._can_route = new
 
@@ -210,19 +214,20 @@ class FP8State:
 
     def read(self) -> tuple[Any, ...]:
         """Return what an autocast sets."""
-        holder = self._holder()
-        return tuple(getattr(holder, name) for name in self._names)
+        return self._get(self._holder())
 
     def write(self, values: tuple[Any, ...]) -> None:
-        """Put back what ``read`` returned."""
+        """Put back what ``read`` returned; as a rule nothing of it has changed."""
         holder = self._holder()
-        _watch.silent = True
-        try:
-            for name, value in zip(self._names, values, strict=True):
-                setattr(holder, name, value)
-        finally:
-            _watch.silent = False
-            _watch.entered = True
+        _watch.entered = True
+        for name, value, live in zip(self._names, values, self._get(holder), strict=True):
+            if live is not value:
+                _watch.silent = True
+                try:
+                    setattr(holder, name, value)
+                finally:
+                    _watch.silent = False
+        _watch.entered = True
 
     def use_up_first(self, region: Open, entered: tuple[Any, ...]) -> None:
         """Use the first-module flag up where a region's FP8 modules did not.
@@ -235,7 +240,7 @@ class FP8State:
             What ``read`` returned when the region was entered.
         """
         # See Note [FP8 updates happen once]: the flag is the next region's otherwise, too.
-        if region.memory.get("stash") and entered[0]:
+        if region.memory.get("stash") and entered and entered[0]:
             holder = self._holder()
             setattr(holder, self._first, False)
 

@@ -48,7 +48,7 @@ class TransformerEngineHook:
     # nested in that recompute: a module there runs for a second time, so it must use its first run's scales and must
     # not count its amaxes again. Our own predicate of that name keeps to the innermost region.
     def __init__(self, distributed: Any, fp8: FP8State | None) -> None:
-        self._distributed = distributed
+        self._scope = vars(distributed)
         self._fp8 = fp8
         self._names: tuple[str, ...] = next(
             (pair for pair in _FLAGS if all(hasattr(distributed, name) for name in pair)), ()
@@ -58,10 +58,11 @@ class TransformerEngineHook:
 
     def set_flags(self, values: tuple[bool, ...]) -> tuple[bool, ...]:
         """Set Transformer Engine's flags (in a region, in a recompute, reentrant); returns those that held before."""
-        names, scope = self._names, vars(self._distributed)
-        before = tuple(scope[name] for name in names)
-        scope.update(zip(names, values, strict=False))
-        return before
+        scope, before = self._scope, []
+        for name, value in zip(self._names, values, strict=False):
+            before.append(scope[name])
+            scope[name] = value
+        return tuple(before)
 
     # Note [The engine switch does not outlive the region]
     # LayerNormMLP asks for the engine in its forward and, under the non-reentrant one, gives up its fused bias-GELU for
