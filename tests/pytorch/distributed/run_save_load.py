@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -186,6 +188,31 @@ def case_d5_another_layout() -> None:
     assert bytes(with_one.states()["per-rank"].tolist()) == saved[rank]["per-rank"]
 
 
+def case_d4_generators_of_the_host() -> None:
+    rng = job({"dp": 2, "tp": 2}, include=("python", "numpy"))
+    rng.seed(50)
+    path = FOLDER / "host"
+    for _ in range(dist.get_rank()):  # a data loader may have run further on one rank
+        random.random(), np.random.rand()
+    rng.save(path)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    rng.load(path)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+    rng.seed(50)
+    rng.save(path)
+    stages = job({"pp": 4}, include=("python", "numpy"))
+    drawn = []
+    for _ in range(2):
+        report = stages.load(path, on_layout_change="rederive")
+        assert {report.streams[name] for name in ("default", "python-random", "numpy-random")} == {"rederived"}
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
+    for value in torch.tensor(drawn[0], dtype=torch.float64):
+        assert len({other.item() for other in on_all_ranks(value)}) == 4  # a stage of its own on every rank
+    with pytest.raises(LayoutMismatchError, match=r"'numpy-random': only in the file"):
+        seeded({"dp": 2, "tp": 2}).load(path)
+
+
 def case_d5_streams_that_came_and_went() -> None:
     rng = seeded({"dp": 2, "tp": 2})
     draw(rng)
@@ -297,6 +324,7 @@ CASES = {
     "paths that only rank 0 fails at": case_paths_that_only_rank_0_fails_at,
     "files that differ": case_files_that_differ,
     "ranks that do not save the same job": case_ranks_that_do_not_save_the_same_job,
+    "d4 generators of the host": case_d4_generators_of_the_host,
     "d5 another layout": case_d5_another_layout,
     "d5 streams that came and went": case_d5_streams_that_came_and_went,
     "d5 ranks out of step are reported": case_d5_ranks_out_of_step_are_reported,
