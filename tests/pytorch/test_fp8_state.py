@@ -265,3 +265,20 @@ def test_flags_and_the_engine_switch_belong_to_the_region(te: Any, use_reentrant
     assert distributed._IN_ACTIVATION_RECOMPUTE_REGION is False
     assert distributed.use_reentrant_activation_recompute() is True
     assert mlp.use_reentrant_activation_recompute is asked
+
+
+@engines
+def test_flags_by_their_names_before_2_19(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_reentrant: bool) -> None:
+    with stand_ins(tmp_path, monkeypatch):
+        file = tmp_path / "transformer_engine" / "pytorch" / "distributed.py"
+        text = file.read_text().replace("_IN_ACTIVATION_RECOMPUTE_REGION", "_FP8_ACTIVATION_RECOMPUTE_ENABLED")
+        file.write_text(text.replace("_ACTIVATION_RECOMPUTE_PHASE", "_FP8_ACTIVATION_RECOMPUTE_PHASE"))
+        distributed, seen = importlib.import_module("transformer_engine.pytorch").distributed, []
+
+        def region(x: torch.Tensor) -> torch.Tensor:
+            seen.append((distributed._FP8_ACTIVATION_RECOMPUTE_ENABLED, distributed._FP8_ACTIVATION_RECOMPUTE_PHASE))
+            return x.sin()
+
+        te_checkpoint(region, _x(), use_reentrant=use_reentrant).sum().backward()
+        assert seen == [(True, False), (True, True)]
+        assert distributed._FP8_ACTIVATION_RECOMPUTE_ENABLED is False
