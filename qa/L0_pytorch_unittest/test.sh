@@ -94,6 +94,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_inspect.py \
     tests/pytorch/test_megatron_format.py \
     tests/pytorch/test_mutation_gaps.py \
+    tests/pytorch/test_mutation_gaps_more.py \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_parallel_rng.py \
     tests/pytorch/test_patching.py \
