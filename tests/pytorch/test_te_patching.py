@@ -14,10 +14,9 @@ import pytest
 
 from _helpers import REPO, TESTS, requires_cuda
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None, reason="transformer_engine is not installed"
-)
-with_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron is not installed")
+_MISSING = [name for name in ("transformer_engine", "megatron") if importlib.util.find_spec(name) is None]
+with_both = pytest.mark.skipif(bool(_MISSING), reason=f"{' and '.join(_MISSING)} not installed")
+with_megatron = pytest.mark.skipif("megatron" in _MISSING, reason="megatron is not installed")
 
 # Each scenario runs in a process of its own: what was imported first is what is tested.
 _PRELUDE = """
@@ -71,7 +70,7 @@ def run(code: str) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@with_megatron
+@with_both
 def test_f4_unpatch_leaves_no_trace_and_reaches_every_place() -> None:
     found = run(
         """
@@ -111,7 +110,7 @@ ORDERS = {
 }
 
 
-@with_megatron
+@with_both
 @pytest.mark.parametrize("order", ORDERS)
 def test_f4_any_order_of_imports(order: str) -> None:
     """On the CPU, where trackers of this package make CPU streams; unpatched, theirs cannot even be filled there."""
@@ -138,7 +137,7 @@ print(json.dumps([results, isinstance(tracker, te.CudaRNGStatesTracker)]))
 
 
 @requires_cuda
-@with_megatron
+@with_both
 def test_a_script_that_knows_nothing_is_made_exact() -> None:
     code = """
 import transformer_engine.pytorch as te
@@ -160,3 +159,20 @@ seen.append(count())
 print(json.dumps(seen))
 """
     assert run(code) == [[True, True], [False, False], [True, True]]
+
+
+@with_megatron
+def test_megatron_without_transformer_engine() -> None:
+    """Its own checkpoint, on the CPU, where unpatched it cannot even run: it asks CUDA for its states."""
+    code = """
+sys.modules["transformer_engine"] = None
+report = ext.patch()
+import megatron.core.tensor_parallel.random as r
+x = torch.ones(512, requires_grad=True)
+y = r.checkpoint(lambda z: F.dropout(z, 0.5), False, x)
+torch.rand(3)
+y.sum().backward()
+print(json.dumps([int((y.detach() != x.grad).sum()), r.HAVE_TE, r.IS_CHECKPOINTING, report.skipped[0].target,
+                  any("random.checkpoint" in done.target for done in ext.patch().replaced), ext.unpatch()]))
+"""
+    assert run(code) == [0, False, False, "transformer_engine", True, []]
