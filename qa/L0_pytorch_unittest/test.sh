@@ -77,6 +77,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_checkpoint_wrappers.py \
     tests/pytorch/test_collisions.py \
     tests/pytorch/test_control_group.py \
+    tests/pytorch/test_debug_history.py \
     tests/pytorch/test_demo.py \
     tests/pytorch/test_demo_report.py \
     tests/pytorch/test_derivations.py \

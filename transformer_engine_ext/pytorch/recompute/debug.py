@@ -1,6 +1,9 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""``NVTE_EXT_DEBUG=1``: watch every operator of a region for draws that no recompute can repeat."""
+"""``NVTE_EXT_DEBUG=1``: watch every operator of a region for draws that no recompute can repeat.
+
+It also remembers the last runs of regions, and what each drew; a mismatch then lists them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from transformer_engine_ext.errors import ConcurrentDrawError, UntrackedGeneratorError
-from transformer_engine_ext.pytorch.rng.recording import noted_handles, watch_forks
+from transformer_engine_ext.errors import (
+    ConcurrentDrawError,
+    RecomputeMismatchError,
+    SavedTensorMismatchError,
+    UntrackedGeneratorError,
+)
+from transformer_engine_ext.pytorch.recompute.history import Run, append_history
+from transformer_engine_ext.pytorch.rng.recording import Recording, noted_handles, watch_forks
 
-__all__ = ["watching"]
+__all__ = ["explain", "watching"]
 
 # Read once: the mode slows every operator down, so it is meant for a run of its own.
 ENABLED = os.environ.get("NVTE_EXT_DEBUG", "0") == "1"
@@ -34,6 +43,10 @@ _numbers = itertools.count()
 class _Watch(TorchDispatchMode):
     """Watches one run, forward or recompute, of one region."""
 
+    def __init__(self, run: Run) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+
     def __enter__(self) -> Any:
         self._number = next(_numbers)
         _runs[self._number] = threading.get_ident()
@@ -42,6 +55,7 @@ class _Watch(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         _runs.pop(self._number, None)
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._run.close(exception[1])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,6 +70,7 @@ class _Watch(TorchDispatchMode):
                 "default generator inside tracker.fork(name)"
             )
         if torch.Tag.nondeterministic_seeded in func.tags:
+            self._run.draws[str(func)] += 1
             self._refuse_concurrent(func)
         return func(*args, **kwargs)
 
@@ -98,6 +113,22 @@ if ENABLED:
     watch_forks(refuse_foreign_fork)
 
 
-def watching() -> AbstractContextManager[Any]:
-    """Return the context for one run of a region; it does nothing unless the debug mode is on."""
-    return _Watch() if ENABLED else _OFF  # type: ignore[no-untyped-call]
+def watching(region: Any, recording: Recording | None, phase: str) -> AbstractContextManager[Any]:
+    """Return the context for one run of a region; it does nothing unless the debug mode is on.
+
+    Parameters
+    ----------
+    region : Region
+        The region.
+    recording : Snapshot, Rewound or None
+        The run's streams; None with ``preserve_rng_state=False``.
+    phase : str
+        ``"forward"`` or ``"recompute"``.
+    """
+    return _Watch(Run(region, recording, phase)) if ENABLED else _OFF
+
+
+def explain(error: BaseException) -> None:
+    """Append the last runs of regions to a mismatch, in the debug mode; change nothing else."""
+    if ENABLED and isinstance(error, (RecomputeMismatchError, SavedTensorMismatchError)):
+        append_history(error)

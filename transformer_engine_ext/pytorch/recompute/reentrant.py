@@ -16,6 +16,7 @@ from transformer_engine_ext.errors import (
     ReentrantGradError,
     SavedTensorMismatchError,
 )
+from transformer_engine_ext.pytorch.recompute import debug
 from transformer_engine_ext.pytorch.recompute.ambient import autocast_cache
 from transformer_engine_ext.pytorch.recompute.arguments import (
     ONE_TENSOR,
@@ -105,10 +106,12 @@ class _Reentrant(torch.autograd.Function):
             outputs = TensorList()
             pack(result, outputs)
         if len(outputs) != len(grads):
-            raise SavedTensorMismatchError(
+            error = SavedTensorMismatchError(
                 f"the recompute of a checkpointed region returned {len(outputs)} tensors, its forward {len(grads)}; "
                 "the function must not depend on anything that changes between forward and backward"
             )
+            debug.explain(error)
+            raise error
         roots: list[Tensor] = []
         root_grads: list[Tensor] = []
         for output, grad in zip(outputs, grads, strict=True):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
-from transformer_engine_ext.errors import SuppressedErrorError
+from transformer_engine_ext.errors import RecomputeMismatchError, SuppressedErrorError
 from transformer_engine_ext.pytorch.recompute import debug
 from transformer_engine_ext.pytorch.recompute.ambient import Ambient
 from transformer_engine_ext.pytorch.recompute.hooks import active_hooks, enter_hooks, leave_hooks
@@ -64,6 +64,7 @@ class Region:
         "_hooks",
         "_memories",
         "_recompute_context",
+        "number",  # set in the debug mode only
         "reentrant",
         "snapshot",
     )
@@ -128,7 +129,7 @@ class Region:
                 if context is None and not debug.ENABLED:
                     return self._function(*args, **kwargs)
                 # See Note [Concurrent draws cannot be exact]
-                with debug.watching(), nullcontext() if context is None else context:
+                with debug.watching(self, snapshot, FORWARD), nullcontext() if context is None else context:
                     return self._function(*args, **kwargs)
                 raise SuppressedErrorError(
                     "the forward context that context_fn returned suppressed an exception of the checkpointed "
@@ -173,7 +174,7 @@ class Region:
                 with self.snapshot.rewound() as rewound:
                     if started is not None:
                         started(rewound)
-                    result, rewound.complete = self._call(args, kwargs)
+                    result, rewound.complete = self._call(args, kwargs, rewound)
                 try:
                     audit(rewound)  # See Note [The audit is necessary, not sufficient]
                 except BaseException:
@@ -183,10 +184,13 @@ class Region:
             finally:
                 if entered is not None:
                     leave_hooks(entered, True)
+        except RecomputeMismatchError as error:
+            debug.explain(error)
+            raise
         finally:
             leave_phase(before)
 
-    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any], rewound: Rewound | None = None) -> tuple[Any, bool]:
         """Return the function's result, and whether it ran to its end."""
         ambient, context = self._ambient.again(), self._recompute_context
         # Not torch.enable_grad: with the other contexts it would cost as much as all of the rewinding.
@@ -195,7 +199,7 @@ class Region:
         try:
             if ambient is None and context is None and not debug.ENABLED:
                 return self._function(*args, **kwargs), True
-            with nullcontext() if ambient is None else ambient, debug.watching():
+            with nullcontext() if ambient is None else ambient, debug.watching(self, rewound, RECOMPUTE):
                 if context is None:
                     return self._function(*args, **kwargs), True
                 with context:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_ext.errors import SavedTensorMismatchError
+from transformer_engine_ext.pytorch.recompute import debug
 from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, unpack_call
 from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs, changed_in_place, version_of
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
@@ -154,8 +155,9 @@ class Saving:
                 _pop_hooks()
                 run._user_hooks = None
             run.check()
-        except BaseException:
+        except BaseException as error:
             run.empty()
+            debug.explain(error)
             raise
         finally:
             run.release()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from transformer_engine_ext.errors import StateFormatError
 
@@ -187,13 +188,16 @@ def count_words(start: MT19937State, end: MT19937State, limit: int = 1 << 22) ->
         Words drawn from ``start`` to ``end``; None if ``end`` is not reached within ``limit`` words.
     """
     # The twister changes its 624 words only once per block, so stepping whole blocks finds the block of `end`.
-    walker = torch.Generator()
-    walker.set_state(start.to_tensor())
-    here, words = start, 0
-    while words <= limit:
-        if here.block == end.block and words + end.index >= here.index:
-            return words + end.index - here.index
-        # random_ over a range below 2**32 takes one 32-bit word per element on the CPU, one element at a time.
-        torch.empty(_MT_WORDS, dtype=torch.int64).random_(0, 2, generator=walker)
-        here, words = MT19937State(bytes(walker.get_state().tolist())), words + _MT_WORDS
+    # Without the modes that may be active here (the user's, selective checkpointing's, the debug mode's): these draws
+    # are no operators of the function that runs.
+    with _disable_current_modes():
+        walker = torch.Generator()
+        walker.set_state(start.to_tensor())
+        here, words = start, 0
+        while words <= limit:
+            if here.block == end.block and words + end.index >= here.index:
+                return words + end.index - here.index
+            # random_ over a range below 2**32 takes one 32-bit word per element on the CPU, one element at a time.
+            torch.empty(_MT_WORDS, dtype=torch.int64).random_(0, 2, generator=walker)
+            here, words = MT19937State(bytes(walker.get_state().tolist())), words + _MT_WORDS
     return None
