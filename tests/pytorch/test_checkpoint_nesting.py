@@ -210,3 +210,33 @@ def test_b2_region_inside_a_region_of_an_unused_branch(use_reentrant: bool) -> N
     proof.after_backward()
     assert unused.runs == 2
     assert differing(grad_of(x), 2 * y.detach()) == 0  # y is mask * x * x
+
+
+@outer_engine
+@inner_engine
+def test_b2_backward_of_an_inner_region_inside_the_outer_one(outer: bool, inner: bool) -> None:
+    """The outer function runs a backward of its own; the outer recompute may have all it needs in the midst of it."""
+    proof = Proof()
+
+    def inner_region(z: torch.Tensor) -> torch.Tensor:
+        proof.ran()
+        return F.dropout(z).exp()
+
+    def outer_region(x: torch.Tensor, checkpointed: bool = True) -> torch.Tensor:
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            y = te_checkpoint(inner_region, z, use_reentrant=inner) if checkpointed else inner_region(z)
+            y.sum().backward()
+        return x.sin() * z.grad
+
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        x = leaf(8)
+        y = te_checkpoint(outer_region, x, use_reentrant=outer) if checkpointed else outer_region(x, False)
+        y.sum().backward()
+        results.append((y.detach(), x.grad, torch.rand(4)))
+    for plain, found in zip(*results, strict=True):
+        assert torch.equal(plain, found)
+    # Without checkpoints; then at least forward and recompute, in the outer's forward and in its recompute.
+    assert proof.runs >= 1 + 4

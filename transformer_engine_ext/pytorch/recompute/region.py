@@ -206,6 +206,10 @@ class Region:
                     return self._function(*args, **kwargs), True
             return None, True
         except StopRecompute:
+            # This engine stops none: it is a region around this one that has all it needs, inside a backward that its
+            # function runs itself.
+            if self.reentrant:
+                raise
             return None, False
         finally:
             torch._C._set_grad_enabled(grad)
