@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from _capture import FakeKit, Rig, kit
+from _capture import FakeKit, Kit, Rig, kit
 from _regions import both_engines, leaf, new_tracker
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
 from transformer_engine_ext.pytorch.rng import register_streams, registration, snapshot
@@ -101,3 +101,25 @@ def test_c3_stream_born_of_bytes_inside_a_region_is_used_by_name_later(use_reent
     torch.empty(64).bernoulli_(0.5, generator=expected)
     torch.rand(3, generator=expected)
     assert torch.equal(after, torch.rand(4, generator=expected))
+
+
+@both_engines
+def test_e2_numbers_that_the_host_draws_in_a_captured_region_are_drawn_again(kit: Kit, use_reentrant: bool) -> None:
+    rig = Rig(kit, use_reentrant)
+    drawn: list[float] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(torch.rand(1).item())
+        return rig.body(x)
+
+    torch.default_generator.manual_seed(6)
+    x, forward, backward = rig.input(), kit.graph(), kit.graph()
+    with kit.capturing(forward):
+        y = rig.checkpoint(function, x)
+    between = torch.rand(1).item()
+    with kit.capturing(backward):
+        y.backward(kit.ones(len(rig.rows), kit.size))
+    after = torch.rand(1).item()
+    assert drawn[0] == drawn[1]
+    torch.default_generator.manual_seed(6)
+    assert [drawn[0], between, after] == [torch.rand(1).item() for _ in range(3)]
