@@ -33,7 +33,7 @@ def test_saving_and_loading_16384_ranks(tmp_path: Path, capsys: pytest.CaptureFi
     seconds = found["seconds"]
     assert seconds["unpack"] + seconds["encode and write"] < SECONDS * MARGIN
     assert seconds["read the header"] + seconds["read all rows"] + seconds["reshard"] < SECONDS * MARGIN
-    assert found["mebibytes"] + found["simulated_mebibytes"] < MEBIBYTES
+    assert 80 < found["mebibytes"] < MEBIBYTES  # the messages alone have 83
     # Per rank: a digest, four coordinates and nine sizes, eight CUDA states and one of the CPU.
     assert found["message_bytes"] == [1 + 16 + 8 * (4 + 9) + 8 * 16 + 5056]
     # Of the CPU's states there are 16 different ones, of 5056 bytes each.

@@ -235,8 +235,8 @@ class ParallelRNG:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's streams as values, for a checkpoint. Local, draws nothing, changes nothing.
 
-        With this and :meth:`load_state_dict` the object is a ``Stateful`` of ``torch.distributed.checkpoint``, which asks
-        for the state before it loads one: call :meth:`seed` first, as every job does.
+        With this and :meth:`load_state_dict` the object is a ``Stateful`` of ``torch.distributed.checkpoint``, which
+        asks for the state before it loads one: call :meth:`seed` first, as every job does.
 
         Returns
         -------
