@@ -3,7 +3,7 @@
 """Worker of test_save_load_ranks.py: the demo's training stops, and goes on with as many ranks or with others.
 
 ``run_resume.py FOLDER first`` trains on two tensor-parallel ranks, whole and stopped half-way, and resumes on them;
-``run_resume.py FOLDER again`` goes on with the number of ranks that it is started with.
+``run_resume.py FOLDER again NEXT`` goes on with the number of ranks that it is started with, and saves in NEXT.
 """
 
 from __future__ import annotations
@@ -64,24 +64,25 @@ def with_as_many_ranks(folder: Path) -> None:
     assert all(torch.equal(trace.streams[name], streams[name]) for name in streams)
 
 
-def with_other_ranks(folder: Path) -> None:
+def with_other_ranks(folder: Path, following: Path) -> None:
     source = open_saved(folder / "streams.safetensors")
     saved = dict(zip(source.header.names(), source.row(0).states, strict=True))
 
-    def resume() -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    def resume() -> tuple[Training, dict[str, Tensor], list[float], dict[str, Tensor]]:
         job = training("reentrant")
         report = job.rng.load(folder / "streams.safetensors", on_layout_change="rederive")
         assert [name for name, what in report.streams.items() if what == "kept"] == list(KEPT)
         assert report.drifted == ()
         states = job.rng.states()
         assert all(bytes(states[name].tolist()) == saved[name] for name in KEPT)
-        return states, job.run(HALF, END, lambda step: None).losses, draw(job.rng)
+        return job, states, job.run(HALF, END, lambda step: None).losses, draw(job.rng)
 
-    states, losses, drawn = resume()
-    again = resume()
+    _, states, losses, drawn = resume()
+    job, *again = resume()
     assert losses == again[1]
     assert all(torch.equal(states[name], again[0][name]) for name in states)
     assert all(torch.equal(drawn[name], again[2][name]) for name in drawn)
+    job.save(following)
     everyone = {name: {tuple(value.tolist()) for value in on_all_ranks(drawn[name])} for name in drawn}
     assert len(everyone["model-parallel-rng"]) == dist.get_world_size()
     assert all(len(everyone[name]) == 1 for name in KEPT)
@@ -98,7 +99,7 @@ def main() -> None:
         dist.barrier()
         with_as_many_ranks(folder)
     else:
-        with_other_ranks(folder)
+        with_other_ranks(folder, Path(sys.argv[3]))
     dist.destroy_process_group()
     print(PASS_TOKEN, flush=True)
     os._exit(0)  # past the interpreter's teardown, which aborts now and then where gloo threads still run

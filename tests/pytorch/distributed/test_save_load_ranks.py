@@ -28,9 +28,13 @@ def test_case(name: str, folder: Path) -> None:
 
 
 def test_d9_training_goes_on(tmp_path: Path) -> None:
-    run_distributed("run_resume.py", 2, tmp_path, "first")
-    for ranks in (4, 1):
-        run_distributed("run_resume.py", ranks, tmp_path, "again")
+    """On 2 ranks to 2, and what these saved on 4, and what those saved on 1."""
+    two, four, one = (tmp_path / name for name in ("two", "four", "one"))
+    for path in (two, four, one):
+        path.mkdir()
+    run_distributed("run_resume.py", 2, two, "first")
+    run_distributed("run_resume.py", 4, two, "again", four)
+    run_distributed("run_resume.py", 1, four, "again", one)
 
 
 @pytest.mark.parametrize("victim", ["while-reading", "before-rename"])
