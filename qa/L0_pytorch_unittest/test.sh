@@ -29,7 +29,7 @@ if [ -z "${XML_LOG_DIR:-}" ]; then
 fi
 mkdir -p "$XML_LOG_DIR" || error_exit "cannot write to XML_LOG_DIR=$XML_LOG_DIR"
 
-python3 -c "import pytest, pytest_timeout, pytest_cov, hypothesis, safetensors, tqdm, torch" ||
+python3 -c "import pytest, pytest_timeout, pytest_cov, hypothesis, nbformat, safetensors, tqdm, torch" ||
     pip3 install -e ".[test]" || error_exit "Failed to install the tests' requirements"
 
 # One process for all files: importing torch takes seconds, and a file often less. The tensors are small, so more than
@@ -84,6 +84,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_doctor.py \
     tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_error_text.py \
+    tests/pytorch/test_examples.py \
     tests/pytorch/test_fp8_state.py \
     tests/pytorch/test_held_streams.py \
     tests/pytorch/test_megatron_core_seeds.py \
