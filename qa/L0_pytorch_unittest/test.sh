@@ -115,6 +115,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_region_hooks.py \
     tests/pytorch/test_resharding.py \
     tests/pytorch/test_rng_file.py \
+    tests/pytorch/test_rng_guard.py \
     tests/pytorch/test_save_paths.py \
     tests/pytorch/test_scale.py \
     tests/pytorch/test_scale_saving.py \

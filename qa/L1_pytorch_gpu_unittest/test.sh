@@ -74,10 +74,12 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_recompute_rng_traces.py \
     tests/pytorch/test_recompute_surroundings.py \
     tests/pytorch/test_rng_file.py \
+    tests/pytorch/test_rng_guard.py \
     tests/pytorch/test_state.py \
     tests/pytorch/test_streams.py \
     tests/pytorch/test_tracker.py \
     tests/pytorch/test_tracker_kinds.py \
+    tests/pytorch/test_examples.py \
     tests/pytorch/test_fuzz_programs.py \
     tests/pytorch/test_capture_capturers.py \
     || test_fail "gpu_unittest"

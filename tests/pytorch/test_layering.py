@@ -13,7 +13,7 @@ import pytest
 from _source import PACKAGE
 
 # Note [Imports go one way]
-# errors < rng < recompute < distributed < integrations < cli: a module imports from its own layer and from those before
+# errors < rng < recompute < distributed < integrations < testing < cli: a module imports from its own layer and from those before
 # it, also inside functions. rng knows nothing of torch.distributed, and only integrations names Transformer Engine or
 # Megatron, so that each layer can be read, tested and used without the ones after it.
 LAYERS = [
@@ -24,6 +24,7 @@ LAYERS = [
     "transformer_engine_ext.pytorch.distributed",
     "transformer_engine_ext.integrations",
     "transformer_engine_ext",  # its __init__ only
+    "transformer_engine_ext.testing",  # for users' tests: nothing imports it
     "transformer_engine_ext.cli",
     "transformer_engine_ext.__main__",
 ]
