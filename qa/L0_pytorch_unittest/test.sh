@@ -81,6 +81,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_demo.py \
     tests/pytorch/test_demo_report.py \
     tests/pytorch/test_derivations.py \
+    tests/pytorch/test_docs.py \
     tests/pytorch/test_doctor.py \
     tests/pytorch/test_device_coverage.py \
     tests/pytorch/test_error_text.py \
@@ -97,6 +98,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_megatron_format.py \
     tests/pytorch/test_mutation_gaps.py \
     tests/pytorch/test_mutation_gaps_more.py \
+    tests/pytorch/test_mutation_gaps_settings.py \
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_parallel_rng.py \
     tests/pytorch/test_patching.py \
