@@ -43,8 +43,13 @@ BLIND = re.compile(
     r"test_(notes|layering|qa_scripts|imports|helpers|proof|wheel|demo|cli|broken|error_text)\w*\.py$"
     r"|test_(parallel_rng|rng_file|streams|derivations|collisions|topology|resharding|verify|save_load|resume|inspect|megatron|dcp|integration|patch|doctor)\w*\.py$"
 )
-# Lines that run in worker processes only, where no coverage is measured: the files whose tests start the workers.
-WORKERS = {"pytorch/recompute/saved_activations.py": "test_saved_activations"}
+# Files with lines that run in worker processes only, where no coverage is measured, or once in a process, so that only
+# the first test seems to reach them: the tests to try besides.
+BESIDES = {
+    "pytorch/recompute/saved_activations.py": "test_saved_activations",
+    "pytorch/recompute/ambient.py": "autocast|surroundings|gaps_settings",
+    "pytorch/recompute/hooks.py": "region_hooks|test_fp8_state",
+}
 FIRST = 12  # tests of the first try; most mutants end there
 
 
@@ -93,7 +98,7 @@ class Check:
 
     def tests_for(self, mutant: Mutant) -> list[str]:
         reaching = self.baseline.reaching(mutant.file, mutant.line, mutant.last_line)
-        pattern = WORKERS.get(mutant.file)
+        pattern = BESIDES.get(mutant.file)
         if pattern:
             reaching |= {test for test in self.baseline.seconds if re.search(pattern, test)}
         return sorted(
