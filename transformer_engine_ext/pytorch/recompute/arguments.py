@@ -67,7 +67,6 @@ class TensorList(list[Tensor]):
         return index
 
     def __init__(self) -> None:
-        super().__init__()
         self._places: dict[int, int] = {}
 
     def cut(self, length: int) -> None:

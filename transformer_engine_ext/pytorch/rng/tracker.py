@@ -273,7 +273,6 @@ class CudaRNGStatesTracker:
         # A deep copy is independent: its streams start where these stand. (A module that keeps tracker.fork takes its
         # tracker along when it is copied.)
         twin = copy.copy(self)
-        memo[id(self)] = twin
         twin._states = _clone_handles(self._states, memo)
         twin.seeds_ = set(self.seeds_)
         register_tracker(twin)
