@@ -173,12 +173,17 @@ def _checkpoint(
         return run_reentrant(region, args, kwargs, packed, tensors, distributed)
     if distribute and not use_reentrant:
         warnings.warn(
-            "distribute_saved_activations=True has no effect with use_reentrant=False", UserWarning, stacklevel=3
+            "distribute_saved_activations=True has no effect with use_reentrant=False: leave it out, or use the "
+            "reentrant engine",
+            UserWarning,
+            stacklevel=3,
         )
     logs = None
     if _decides(torch_checkpoint._checkpoint_debug_enabled, debug):
         if context_fn is not noop_context_fn:
-            raise CheckpointArgumentError("debug=True is incompatible with non-default context_fn")
+            raise CheckpointArgumentError(
+                "debug=True is incompatible with non-default context_fn, whose place it takes; pass only one of them"
+            )
         logs = OperatorLogs()
         context_fn = logs.contexts
     region = Region(function, False, tensors, preserve, tracker, context_fn)

@@ -93,7 +93,7 @@ def take_old_keyword(kwargs: dict[str, Any], getter: Any, stacklevel: int) -> An
             "te_checkpoint got both get_rng_state_tracker and its old name get_cuda_rng_tracker; pass the first only"
         )
     warnings.warn(
-        "get_cuda_rng_tracker is the old name of get_rng_state_tracker",
+        "get_cuda_rng_tracker is the old name of an argument of te_checkpoint; pass get_rng_state_tracker instead",
         DeprecationWarning,
         stacklevel=stacklevel,
     )
