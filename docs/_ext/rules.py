@@ -23,6 +23,7 @@ LAYERS = (
     (f"{PACKAGE}/pytorch/recompute", "Regions"),
     (f"{PACKAGE}/pytorch/distributed", "Streams across ranks"),
     (f"{PACKAGE}/integrations", "Transformer Engine and Megatron"),
+    (f"{PACKAGE}/testing", "Tests of code that uses the package"),
     (f"{PACKAGE}/cli", "The commands"),
     (PACKAGE, "The package"),
 )

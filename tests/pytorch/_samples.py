@@ -22,7 +22,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,11 @@ def samples(file: Path) -> Iterator[Sample]:
 
 
 def run_sample(sample: Sample, names: dict[str, Any]) -> None:
-    """Run a sample of Python in a namespace; raises if it fails."""
-    where = f"{sample.file.relative_to(REPO)}:{sample.line}"
+    """Run a sample of Python in a namespace, but not one that wants a setting; raises if it fails."""
+    where = f"{sample.file.name}:{sample.line}"
     wanted = sample.note.removeprefix("run if ") if sample.note.startswith("run if ") else ""
     if sample.note.startswith("not run:") or (wanted and not _importable(wanted)):
         check_only(sample)
-    elif sample.note.startswith("run with"):
-        _run_apart(sample, where)
     elif ">>>" in sample.code:
         _run_doctest(sample, names, where)
     else:
@@ -97,23 +95,24 @@ def _run_doctest(sample: Sample, names: dict[str, Any], where: str) -> None:
         raise AssertionError("".join(report))
 
 
-def _run_apart(sample: Sample, where: str) -> None:
-    name, _, value = sample.note.removeprefix("run with ").partition("=")
-    if ">>>" in sample.code:
-        program = (
-            "import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nimport _samples as s\n"
-            "sample = [x for x in s.samples(Path(sys.argv[2])) if x.line == int(sys.argv[3])][0]\n"
-            "sample.note = ''\ns.run_sample(sample, {})\n"
-        )
-    else:
-        program = sample.code
+def run_apart(chosen: Sequence[Sample], setting: str) -> None:
+    """Run samples one after the other, each in a namespace of its own, in one process with an environment variable."""
+    name, _, value = setting.partition("=")
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\nimport _samples\nfrom pathlib import Path\n"
+        "for file, line in zip(sys.argv[2::2], map(int, sys.argv[3::2])):\n"
+        "    sample = next(s for s in _samples.samples(Path(file)) if s.line == line)\n"
+        "    sample.note = ''\n"
+        "    _samples.run_sample(sample, {})\n"
+    )
+    places = [text for sample in chosen for text in (str(sample.file), str(sample.line))]
+    command = [sys.executable, "-c", program, str(Path(__file__).parent), *places]
     environment = {**os.environ, name: value, "PYTHONPATH": str(REPO)}
-    command = [sys.executable, "-c", program, str(Path(__file__).parent), str(sample.file), str(sample.line)]
     done = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )
     if done.returncode:
-        raise AssertionError(f"{where}:\n{done.stdout}{done.stderr}")
+        raise AssertionError(f"with {setting}:\n{done.stdout}{done.stderr}")
 
 
 def check_only(sample: Sample) -> None:

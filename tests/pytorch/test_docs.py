@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import transformer_engine_ext
 from _helpers import REPO
-from _samples import commands, run_sample, samples
+from _samples import Sample, commands, run_apart, run_sample, samples
 from _source import source_files
 from transformer_engine_ext import errors
 from transformer_engine_ext.cli import main
@@ -44,7 +44,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def run_page(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     for sample in samples(page):
-        if sample.language == "python":
+        if sample.language == "python" and not sample.note.startswith("run with "):
             run_sample(sample, names)
 
 
@@ -53,21 +53,41 @@ def test_samples_run(page: Path, elsewhere: None) -> None:
     run_page(page)
 
 
-def test_a_wrong_sample_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("_samples.REPO", tmp_path)
+def wanted_settings() -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {}
+    for page in PAGES:
+        for sample in samples(page):
+            if sample.note.startswith("run with "):
+                found.setdefault(sample.note.removeprefix("run with "), []).append(sample)
+    return found
+
+
+@pytest.mark.parametrize("setting", ["NVTE_EXT_DEBUG=1", "NVTE_EXT_NATIVE=yes"])
+def test_samples_run_with_a_setting(setting: str) -> None:
+    run_apart(wanted_settings()[setting], setting)
+
+
+def test_a_wrong_sample_is_found(tmp_path: Path) -> None:
     texts = {
         "```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n": AssertionError,
         "```python\n>>> 1 + 1\n3\n```\n": AssertionError,
         "<!-- not run: no time -->\n```python\nx = 1\n```\n": AssertionError,
         "<!-- not run: needs a GPU -->\n```python\nfrom transformer_engine_ext import absent\n```\n": AttributeError,
+        "<!-- run if absent -->\n```python\nx =\n```\n": SyntaxError,
         "<!-- setup\nraise KeyError\n-->\n": KeyError,
-        "<!-- run with NVTE_EXT_DEBUG=1 -->\n```python\nraise SystemExit(3)\n```\n": AssertionError,
     }
     page = tmp_path / "page.md"
     for text, error in texts.items():
         page.write_text(text)
         with pytest.raises(error):
             run_page(page)
+    page.write_text("<!-- run with NVTE_EXT_DEBUG=1 -->\n```python\nimport os\nos.environ['NVTE_EXT_DEBUG'] + 1\n```\n")
+    with pytest.raises(AssertionError, match="TypeError"):
+        run_apart(list(samples(page)), "NVTE_EXT_DEBUG=1")
+
+
+def test_every_setting_that_a_sample_wants_is_tried() -> None:
+    assert sorted(wanted_settings()) == ["NVTE_EXT_DEBUG=1", "NVTE_EXT_NATIVE=yes"]
 
 
 def test_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
