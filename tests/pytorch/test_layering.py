@@ -13,9 +13,9 @@ import pytest
 from _source import PACKAGE
 
 # Note [Imports go one way]
-# errors < rng < recompute < distributed < integrations < testing < cli: a module imports from its own layer and from those before
-# it, also inside functions. rng knows nothing of torch.distributed, and only integrations names Transformer Engine or
-# Megatron, so that each layer can be read, tested and used without the ones after it.
+# errors < rng < recompute < distributed < integrations < testing < cli: a module imports from its own layer and from
+# those before it, also inside functions. rng knows nothing of torch.distributed, and only integrations names
+# Transformer Engine or Megatron, so that each layer can be read, tested and used without the ones after it.
 LAYERS = [
     "transformer_engine_ext.errors",
     "transformer_engine_ext.pytorch.rng",
