@@ -108,3 +108,21 @@ def test_name_added_twice_in_an_outer_region_keeps_both_generators() -> None:
 
     for found, expected in zip(run(True), run(False), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_function_that_raises_in_a_recompute_leaves_grad_mode_alone() -> None:
+    """Non-reentrant, outside of a backward: there autograd puts grad mode back by itself."""
+    runs = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        runs.append(torch.is_grad_enabled())
+        if len(runs) == 2:
+            raise ValueError("in the recompute")
+        return x.exp().sin()
+
+    y = te_checkpoint(region, leaf(3), use_reentrant=False)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="in the recompute"):
+            _ = y.grad_fn._saved_self
+        assert not torch.is_grad_enabled()
+    assert runs == [True, True]

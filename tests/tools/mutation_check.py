@@ -49,6 +49,7 @@ BESIDES = {
     "pytorch/recompute/saved_activations.py": "test_saved_activations",
     "pytorch/recompute/ambient.py": "autocast|surroundings|gaps_settings",
     "pytorch/recompute/hooks.py": "region_hooks|test_fp8_state",
+    "pytorch/recompute/region.py": "debug_mode|debug_history",
 }
 FIRST = 12  # tests of the first try; most mutants end there
 
