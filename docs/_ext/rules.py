@@ -32,7 +32,10 @@ _DEFINITION = re.compile(r"^\s*(?:#|//) Note \[([^\]\n]+)\]\s*$")
 _COMMENT = re.compile(r"^\s*(?:#|//) ?(.*)$")
 _POINTER = re.compile(r"\b[Ss]ee\s+Note\s+\[([^\]]+)\]")
 _MENTION = re.compile(r"(?<!`)Note\s+\[([^\]]+)\]")
-_INLINE = re.compile(r"(``?)(.+?)\1|\*(\w[^*]*?)\*")
+_INLINE = re.compile(r"(``?)(.+?)\1|\*(\w(?:[^*]*\w)?)\*(?!\w)|\bNote \[([^\]]+)\]")
+
+#: Those that the others build on, which come first in their part of the page.
+FIRST = ("Saved states are values", "First touch", "Restore on every exit", "A region is independent of its neighbours")
 
 
 @dataclass
@@ -48,7 +51,12 @@ class Rule:
     @property
     def anchor(self) -> str:
         """The label of its section."""
-        return "rule-" + re.sub(r"\W+", "-", self.title.lower()).strip("-")
+        return anchor_of(self.title)
+
+
+def anchor_of(title: str) -> str:
+    """Return the label of the section of the rule with that title."""
+    return "rule-" + re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
 def find_rules(root: Path = ROOT) -> list[Rule]:
@@ -90,7 +98,7 @@ class Rules(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return a section for each layer."""
-        rules = find_rules()
+        rules = sorted(find_rules(), key=lambda rule: [rule.title != title for title in FIRST])
         for rule in rules:
             self.env.note_dependency(str(ROOT / rule.file))
         sections: list[nodes.Node] = []
@@ -157,7 +165,10 @@ def _inline(text: str) -> list[nodes.Node]:
     start = 0
     for match in _INLINE.finditer(text):
         found.append(nodes.Text(text[start : match.start()]))
-        found.append(nodes.literal(text=match[2]) if match[1] else nodes.emphasis(text=match[3]))
+        if match[4]:
+            found.append(nodes.reference("", match[4], refid=anchor_of(match[4])))
+        else:
+            found.append(nodes.literal(text=match[2]) if match[1] else nodes.emphasis(text=match[3]))
         start = match.end()
     return [*found, nodes.Text(text[start:])]
 

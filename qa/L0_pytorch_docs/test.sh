@@ -24,7 +24,7 @@ python3 -c "import sphinx, myst_parser, torch" 2>/dev/null || pip3 install -e ".
 
 # The samples on the pages are run by tests/pytorch/test_docs.py, without sphinx.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-python3 -m sphinx -W --keep-going -b html -d "$DOCS_OUT/.doctrees" docs "$DOCS_OUT" || error_exit "sphinx"
+python3 -m sphinx -E -W --keep-going -b html -d "$DOCS_OUT/.doctrees" docs "$DOCS_OUT" || error_exit "sphinx"
 for page in index errors rules environment api/checkpointing; do
     [ -s "$DOCS_OUT/$page.html" ] || error_exit "no page $page.html"
 done
