@@ -22,6 +22,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,11 @@ def run_sample(sample: Sample, names: dict[str, Any]) -> None:
         _run_doctest(sample, names, where)
     else:
         # With empty lines in front, so that a traceback has the page's own line numbers.
-        exec(compile("\n" * (sample.line - 1) + sample.code, str(sample.file), "exec"), names)
+        code = compile("\n" * (sample.line - 1) + sample.code, str(sample.file), "exec")
+        with warnings.catch_warnings():
+            if wanted:
+                warnings.simplefilter("ignore")  # other libraries warn of what they import
+            exec(code, names)
 
 
 def _importable(name: str) -> bool:
