@@ -7,14 +7,16 @@ A worker ends with ``run_cases(CASES)``; the test file lists the same names and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,3 +69,21 @@ def run_cases(cases: Mapping[str, Callable[[], None]], backend: str = "gloo") ->
         dist.barrier()
     dist.destroy_process_group()
     print(PASS_TOKEN, flush=True)
+
+
+@contextlib.contextmanager
+def gathers(expected: int) -> Iterator[None]:
+    """Count the all-gathers inside."""
+    calls, gather = 0, dist.all_gather_into_tensor
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return gather(*args, **kwargs)
+
+    dist.all_gather_into_tensor = counted
+    try:
+        yield
+    finally:
+        dist.all_gather_into_tensor = gather
+    assert calls == expected, f"{calls} all-gathers, expected {expected}"
