@@ -59,6 +59,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_capture_selective.py \
     tests/pytorch/test_capture_split.py \
     tests/pytorch/test_capture_whole.py \
+    tests/pytorch/test_checkpoint_aliases.py \
     tests/pytorch/test_checkpoint_arguments.py \
     tests/pytorch/test_checkpoint_autocast.py \
     tests/pytorch/test_checkpoint_autograd.py \
@@ -75,6 +76,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_checkpoint_nesting.py \
     tests/pytorch/test_checkpoint_user_hooks.py \
     tests/pytorch/test_checkpoint_wrappers.py \
+    tests/pytorch/test_cli_endings.py \
     tests/pytorch/test_collisions.py \
     tests/pytorch/test_control_group.py \
     tests/pytorch/test_debug_history.py \

@@ -17,12 +17,11 @@ from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, Tenso
 from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
 from transformer_engine_ext.pytorch.recompute.region import Region
-from transformer_engine_ext.pytorch.recompute.saving import Saving, users_hooks
+from transformer_engine_ext.pytorch.recompute.saving import Saving, pop_hooks_of, users_hooks
 
 __all__ = ["run_non_reentrant"]
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 
@@ -63,11 +62,11 @@ def run_non_reentrant(
     # See Note [Inputs belong to the enclosing region]
     saving = Saving(region, packed, SavedInputs(tensors), early_stop, check, logs)
     saving._user_hooks = users_hooks()
-    _push_hooks(saving, saving.load)
     try:
+        _push_hooks(saving, saving.load)  # See Note [An interrupt may come between two lines]
         result = region.forward(args, kwargs)
     finally:
-        _pop_hooks()
+        pop_hooks_of(saving)
         saving._user_hooks = None
     saving.ended = True
     if saving.places:

@@ -121,7 +121,7 @@ class _Reentrant(torch.autograd.Function):
         if roots:
             # torch.autograd.backward checks and wraps what this calls; that costs about 20 us and can add nothing here.
             _run_backward(tuple(roots), tuple(root_grads), False, False, (), True, True)
-        elif any(grad is not None for grad in grads):
+        elif any(grad is not None for grad in grads) and not any(output.requires_grad for output in outputs):
             raise NotDifferentiableError(
                 "none of output has requires_grad=True, this checkpoint() is not necessary: a gradient arrived for "
                 "the region's outputs, but nothing in its recompute leads from an output to an input or a parameter. "
@@ -173,7 +173,9 @@ def _connectable(output: Tensor, given: Sequence[Tensor]) -> Tensor:
     """Return an output that a node may be set on: a parameter that the function hands out must stay the leaf it is."""
     if not output.requires_grad or any(output is tensor for tensor in given):
         return output
-    return output.detach()
+    # A view, not a detached tensor: autograd refuses to change a custom function's view in place, where the change
+    # would bypass the graph of what it is a view of.
+    return output.view_as(output)
 
 
 def run_reentrant(
@@ -217,7 +219,8 @@ _raw_apply: Any = super(torch.autograd.Function, _Reentrant).apply
 def _apply(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
     if torch._C._are_functorch_transforms_active():
         raise CheckpointArgumentError(
-            f"a reentrant region cannot run under torch.func transforms (vmap, grad, jvp). {_OTHER_ENGINE}"
+            "a region cannot run under torch.func transforms (vmap, grad, jvp): they replace the tensors that backward "
+            "would need. Call the function directly there, or use torch.autograd with use_reentrant=False"
         )
     outputs: tuple[Tensor, ...] = _raw_apply(call, *tensors)
     return outputs

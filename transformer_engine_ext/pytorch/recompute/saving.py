@@ -20,7 +20,7 @@ from transformer_engine_ext.pytorch.recompute.region import Region, StopRecomput
 from transformer_engine_ext.pytorch.rng import Rewound
 from transformer_engine_ext.pytorch.rng.audit import mismatch
 
-__all__ = ["Saving", "users_hooks"]
+__all__ = ["Saving", "pop_hooks_of", "users_hooks"]
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -76,6 +76,8 @@ class Saving:
         self.logs = logs
         self.places: list[weakref.ref[_Place]] = []
         self.metadata: list[Metadata] | None = [] if check else None
+        # By place: versions that forward saved; see Note [Parameters must not change in between].
+        self.versions: dict[int, int] = {}
         self.last_save = -1
         # Where the default CUDA generator stood at the last save; see Note [An early stop is audited].
         self.clock = region.cuda_clock()
@@ -98,6 +100,11 @@ class Saving:
     def __call__(self, tensor: Tensor) -> _Place:
         """Return the place that the graph keeps instead of a tensor that forward saves."""
         place = _Place()
+        # Note [Parameters must not change in between]
+        # What a recompute computes with is whatever the function's closure holds by then. An optimizer's step between
+        # forward and backward changes its parameters in place, which autograd would refuse if it had saved them.
+        if tensor.requires_grad and tensor.is_leaf:
+            self.versions[len(self.places)] = tensor._version
         self.places.append(weakref.ref(place))
         if self.metadata is not None:
             self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
@@ -138,7 +145,8 @@ class Saving:
                 "Unpack is being triggered for a tensor that was already unpacked once in this backward pass. Read "
                 "ctx.saved_tensors once and keep the result: recomputed tensors are freed as they are handed out"
             ) from None
-        # Autograd leaves this check out for tensors that went through hooks.
+        # Autograd leaves this check out for tensors that went through hooks. See Note [Parameters must not change in
+        # between].
         if version_of(tensor) != version:
             raise changed_in_place("a tensor that the checkpointed function needs for its backward", tensor, version)
         return tensor
@@ -147,12 +155,12 @@ class Saving:
         tensors = self.inputs.load()
         run = _Run(self, task)
         run._user_hooks = users_hooks()
-        _push_hooks(run, _identity)
         try:
             try:
+                _push_hooks(run, _identity)
                 self.region.recompute(*unpack_call(self.packed, tensors), run.start)
             finally:
-                _pop_hooks()
+                pop_hooks_of(run)
                 run._user_hooks = None
             run.check()
         except BaseException as error:
@@ -209,7 +217,8 @@ class _Run:
         place = saving.places[number]()
         # The graph may have let a place go, by a backward inside the region; then nobody will ask for its tensor.
         if place is not None:
-            place.tensors[self.task] = tensor, version_of(tensor)
+            version = saving.versions.get(number) if saving.versions else None
+            place.tensors[self.task] = tensor, version_of(tensor) if version is None else version
             metadata = saving.metadata
             if metadata is not None:
                 found = (tensor.shape, tensor.dtype, tensor.device)
@@ -274,6 +283,16 @@ class _Run:
 def _described(metadata: Metadata) -> str:
     shape, dtype, device = metadata
     return f"shape {tuple(shape)}, {dtype}, {device}"
+
+
+# Note [An interrupt may come between two lines]
+# Hooks that stay on autograd's stack poison every graph that is built later. A KeyboardInterrupt can be raised as soon
+# as the call that pushes them returns, so that call stands inside the try, and what is on top decides about the pop.
+def pop_hooks_of(pack: object) -> None:
+    """Take a region's hooks off autograd's stack, if they got there."""
+    hooks: Any = _top_hooks(False)
+    if hooks is not None and hooks[0] is pack:
+        _pop_hooks()
 
 
 def users_hooks() -> object:

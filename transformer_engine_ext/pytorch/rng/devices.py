@@ -251,12 +251,15 @@ def _end_binding(open_bindings: list[list[Generator]], binding: list[Generator])
 
     A binding starts with the stream under it; see Note [Two threads may fork at once].
     """
-    if open_bindings[-1] is binding:
+    if open_bindings and open_bindings[-1] is binding:
         open_bindings.pop()
         return binding[0]
     place = next(number for number, other in enumerate(open_bindings) if other is binding)
-    open_bindings[place + 1][0] = binding[0]
+    above = open_bindings[place + 1 : place + 2]
     del open_bindings[place]
+    if not above:  # another thread has ended its binding in this moment
+        return binding[0]
+    above[0][0] = binding[0]
     return None
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "Recording",
     "Stream",
     "StreamTable",
+    "born_in_forward",
     "note_birth",
     "note_table",
     "noted_handles",
@@ -165,6 +166,11 @@ def note_birth(handle: Generator, name: str = "", tracker: StreamTable | None = 
         recording.known.add(id(handle))
         # Kept alive: a freed id could become another generator's.
         recording.births = (*recording.births, (tracker, name, handle))
+
+
+def born_in_forward(tracker: StreamTable, name: str) -> bool:
+    """Tell whether an open recompute belongs to a region whose forward added this stream."""
+    return any(recording.reborn(tracker, name) is not None for recording in reversed(_stack.open))
 
 
 def reborn(tracker: StreamTable, name: str) -> Generator | None:

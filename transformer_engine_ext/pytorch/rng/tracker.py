@@ -21,7 +21,7 @@ from transformer_engine_ext.errors import (
     UnsupportedDeviceError,
 )
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of, device_index, get_backend
-from transformer_engine_ext.pytorch.rng.recording import note_birth, note_table, reborn, touch
+from transformer_engine_ext.pytorch.rng.recording import born_in_forward, note_birth, note_table, reborn, touch
 from transformer_engine_ext.pytorch.rng.registry import register_tracker
 from transformer_engine_ext.pytorch.rng.state import MT19937State, PhiloxState, decode_state
 
@@ -301,7 +301,7 @@ class _Fork(ContextDecorator):
         except KeyError:
             raise UnknownStreamError(
                 f"cuda rng state {name} is not added. Streams of this tracker: {_listed(self._tracker._states)}. "
-                f"Add it first: tracker.add({name!r}, seed)"
+                f"Add it first: tracker.add({name!r}, seed){_added_once(self._tracker, name)}"
             ) from None
         touch(name, handle)  # See Note [First touch]
         backend = backend_of(handle)
@@ -363,6 +363,16 @@ def _clone_handles(
             memo[id(handle)] = clone
         clones[name] = memo[id(handle)]
     return clones
+
+
+def _added_once(tracker: CudaRNGStatesTracker, name: str) -> str:
+    """Return a hint for the recompute of a region that added a stream in its forward, and now does not."""
+    if not born_in_forward(tracker, name):
+        return ""
+    return (
+        ". The forward of this checkpointed region added it, and its recompute, which starts from the streams that "
+        "there were before, did not: add streams before the region, or in every run of it"
+    )
 
 
 def _listed(states: Mapping[str, object]) -> str:
