@@ -59,7 +59,7 @@ def test_d9_demo_passes(device: str, capsys: pytest.CaptureFixture[str]) -> None
 # Imported by every Python process that starts with this folder on its path; changes the demo's workers only.
 SABOTAGE = """
 import sys
-if "transformer_engine_ext.cli.demo_worker" in sys.orig_argv:
+if any("cli.demo_worker" in argument for argument in sys.orig_argv):
     from transformer_engine_ext.cli import demo_arms
     right, wrong = demo_arms.te_checkpoint, demo_arms.live_handle_checkpoint
     def te_checkpoint(block, x, *, use_reentrant, get_rng_state_tracker, **options):
@@ -115,12 +115,19 @@ def _running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_orphans(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    command = [sys.executable, "-m", "transformer_engine_ext", "demo", "--device", "cpu", "--steps", "100000"]
+    temporary, here = tmp_path / "temporary", tmp_path / "here"
+    temporary.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    # As the te-ext command starts, whose folder the user's own modules may lie in; no rank may take them for others.
+    (here / "queue.py").write_text("raise RuntimeError('this is not the queue of the standard library')")
+    start = "import sys; sys.path.remove(''); from transformer_engine_ext.cli import main; sys.exit(main())"
     launcher = subprocess.Popen(
-        command,
+        [sys.executable, "-c", start, "demo", "--device", "cpu", "--steps", "100000"],
+        cwd=here,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -130,20 +137,32 @@ def test_no_orphans(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.
     try:
         deadline = time.monotonic() + 60
         while len(ranks := _descendants(launcher.pid)) < 2:
+            assert launcher.poll() is None, launcher.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(1.0)
         launcher.send_signal(number)
         output, errors = launcher.communicate(timeout=30)
-        assert launcher.returncode == (130 if number == signal.SIGINT else -number), errors
+        assert launcher.returncode == (128 + number if number != signal.SIGKILL else -number), errors
         assert output == b""
-        assert b"Traceback" not in errors
+        first, *last = errors.decode().splitlines()
+        assert first == (
+            "te-ext demo: 2 ranks (gloo, cpu) train 5 arms of 100000 steps; the result comes when all have ended"
+        )
+        assert (
+            last
+            == {
+                signal.SIGINT: ["te-ext: interrupted"],
+                signal.SIGTERM: ["te-ext: ended by SIGTERM"],
+                signal.SIGKILL: [],
+            }[number]
+        )
         deadline = time.monotonic() + 20
         while any(map(_running, ranks)):
             assert time.monotonic() < deadline, "ranks outlived the launcher"
             time.sleep(0.1)
-        if number == signal.SIGINT:
-            assert list(tmp_path.iterdir()) == []
+        if number != signal.SIGKILL:
+            assert list(temporary.iterdir()) == []
     finally:
         for pid in [launcher.pid, *_descendants(launcher.pid)]:
             if _running(pid):
@@ -188,6 +207,14 @@ def test_help_and_version_answer_without_torch() -> None:
         check = script.format(option) + "assert 'torch' not in sys.modules and code == 0"
         output = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True).stdout
         assert expected in output
+
+
+def test_help_names_what_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tensor-parallel ranks, one of 1, 2, 4 (default: 2)" in text
+    assert "training steps per arm, at least 4 (default: 30)" in text
 
 
 def test_corpus_batches_are_excerpts_and_cost_no_stream() -> None:

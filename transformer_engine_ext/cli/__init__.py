@@ -9,11 +9,9 @@ from collections.abc import Sequence
 
 from transformer_engine_ext import __version__
 from transformer_engine_ext.cli import demo, doctor, inspect, run_script
+from transformer_engine_ext.cli.endings import run_to_an_end
 
 __all__ = ["main"]
-
-#: What a shell reports for a process that Ctrl-C ended: 128 + SIGINT.
-_EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit code; 130 after Ctrl-C.
+        The exit code; 130 after Ctrl-C, 143 after SIGTERM, 141 if nobody reads the output any more.
 
     Raises
     ------
@@ -44,8 +42,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_parser(commands)
     run_script.add_parser(commands)
     arguments = parser.parse_args(argv)
-    try:
-        code: int = arguments.run(arguments)
-    except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
-    return code
+    return run_to_an_end(lambda: int(arguments.run(arguments)), "te-ext")

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformer_engine_ext.cli import demo_report
 from transformer_engine_ext.cli.demo_config import CONTRAST, REFERENCE, ModelSize
+from transformer_engine_ext.cli.endings import end_on_signals
 
 __all__ = ["add_parser"]
 
@@ -49,10 +50,23 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"
     )
-    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="tensor-parallel ranks (default: 2)")
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="training steps per arm (default: 30)")
+    divisors = ", ".join(map(str, _divisors(ModelSize().heads)))
+    parser.add_argument(
+        "--nproc", type=int, default=2, metavar="N", help=f"tensor-parallel ranks, one of {divisors} (default: 2)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=30,
+        metavar="N",
+        help=f"training steps per arm, at least {_MIN_STEPS} (default: 30)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=lambda arguments: run(arguments, parser))
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -64,8 +78,8 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from transformer_engine_ext.errors import PeerFailureError
 
     size = ModelSize()
-    if arguments.nproc < 1 or size.heads % arguments.nproc:
-        divisors = [ranks for ranks in range(1, size.heads + 1) if size.heads % ranks == 0]
+    divisors = _divisors(size.heads)
+    if arguments.nproc not in divisors:
         parser.error(f"--nproc must divide the model's {size.heads} heads, so one of {divisors}; got {arguments.nproc}")
     if arguments.steps < _MIN_STEPS:
         parser.error(f"--steps must be at least {_MIN_STEPS}, to have two halves of some steps; got {arguments.steps}")
@@ -88,7 +102,16 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     }
     started = time.monotonic()
     progress = sys.stderr.isatty() and not arguments.json
-    with tempfile.TemporaryDirectory(prefix="te-ext-demo-") as folder:
+    if not progress and not arguments.json:
+        # Without a bar nothing would show for half a minute.
+        print(
+            f"te-ext demo: {arguments.nproc} ranks ({backend}, {device}) train {len(_TITLES)} arms of "
+            f"{arguments.steps} steps; the result comes when all have ended",
+            file=sys.stderr,
+            flush=True,
+        )
+    # The signals' context outside: it must still be there when the folder and the ranks are cleared away.
+    with end_on_signals(), tempfile.TemporaryDirectory(prefix="te-ext-demo-") as folder:
         try:
             with Launcher(Path(folder), config, progress=progress) as launcher:
                 launches = [launcher.run(), launcher.run()]
@@ -141,16 +164,26 @@ def _print_report(
 
 
 def _print_rich_table(rows: list[tuple[str, ...]]) -> bool:
-    """Print the table with rich, if it is installed and this is a terminal."""
+    """Print the table with rich, if it is installed and this is a terminal that is wide enough."""
     if not sys.stdout.isatty():
         return False
     try:
+        from rich import box
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
     except ImportError:
         return False
-    table = Table(*demo_report.HEADINGS)
+    console = Console()
+    # rich would cut words where columns get narrow; lines may break between words only.
+    words = [
+        max(len(word) for row in (demo_report.HEADINGS, *rows) for word in row[column].split())
+        for column in range(len(demo_report.HEADINGS))
+    ]
+    if console.width < sum(words) + len(words) - 1:
+        return False
+    columns = [Column(heading, min_width=width) for heading, width in zip(demo_report.HEADINGS, words, strict=True)]
+    table = Table(*columns, box=box.SIMPLE_HEAD, show_edge=False, padding=0, leading=1)
     for row in rows:
         table.add_row(*row, style="bold red" if "FAIL" in row[-1] else None)
-    Console().print(table)
+    console.print(table)
     return True

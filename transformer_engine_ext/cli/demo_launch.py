@@ -23,6 +23,15 @@ __all__ = ["Launcher"]
 _REPORT_SECONDS = 15.0
 _POLL_SECONDS = 0.05
 
+# What a rank runs. Not -m, which looks for modules in the current folder first: a queue.py there would take the place
+# of the standard library's. Last in the path, the folder of this package is found also where it is not installed.
+_START = """\
+import sys
+sys.path[:] = [entry for entry in sys.path if entry] + [sys.argv[1]]
+from transformer_engine_ext.cli.demo_worker import main
+main(sys.argv[2], int(sys.argv[3]))
+"""
+
 
 class Launcher:
     """Starts the ranks of one or more launches; a context manager, in whose exit none of them is left.
@@ -84,8 +93,9 @@ class Launcher:
         }
         if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
             settings["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the host's name resolves to
+        root = str(Path(__file__).resolve().parents[2])
         return subprocess.Popen(
-            [sys.executable, "-m", "transformer_engine_ext.cli.demo_worker", str(config), str(rank)],
+            [sys.executable, "-c", _START, root, str(config), str(rank)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,

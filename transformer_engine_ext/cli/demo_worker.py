@@ -1,6 +1,6 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m transformer_engine_ext.cli.demo_worker CONFIG RANK``: a process of the demo, started by its launcher."""
+"""A process of the demo, started by its launcher."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def end_with_the_launcher() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-if __name__ == "__main__":
+def main(config: str, rank: int) -> None:
+    """Run one rank, and end the process."""
     end_with_the_launcher()  # before torch is imported, which takes seconds
     from transformer_engine_ext.cli.demo_rank import run_rank
 
-    code = run_rank(sys.argv[1], int(sys.argv[2]))
+    code = run_rank(config, rank)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: a thread that is inside the store's C++ while the interpreter is taken down ends the process with
