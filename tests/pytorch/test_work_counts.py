@@ -212,20 +212,24 @@ def test_hook_calls_of_saved_tensors(number: int, monkeypatch: pytest.MonkeyPatc
     counts: Counter[str] = Counter()
     push = non_reentrant._push_hooks
 
-    def counting(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
-        def packing(tensor: Tensor) -> Any:
-            counts["pack"] += 1
-            return pack(tensor)
-
-        def unpacking(packed: Any) -> Tensor:
-            counts["unpack"] += 1
-            return unpack(packed)
-
+    def pushing(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
         counts["push"] += 1
-        push(packing, unpacking)
+        push(pack, unpack)
 
-    monkeypatch.setattr(non_reentrant, "_push_hooks", counting)
-    monkeypatch.setattr(saving, "_push_hooks", counting)
+    def counted(owner: type, method: str, what: str) -> None:
+        original = getattr(owner, method)
+
+        def counting(self: Any, *args: Any) -> Any:
+            counts[what] += 1
+            return original(self, *args)
+
+        monkeypatch.setattr(owner, method, counting)
+
+    counted(saving.Saving, "__call__", "pack")
+    counted(saving._Run, "__call__", "pack")
+    counted(saving.Saving, "load", "unpack")
+    monkeypatch.setattr(non_reentrant, "_push_hooks", pushing)
+    monkeypatch.setattr(saving, "_push_hooks", pushing)
     step_of(ours(False), chain(number))()
     assert counts == {"push": 2, "pack": 2 * number, "unpack": number}
 

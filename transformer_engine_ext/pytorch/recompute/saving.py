@@ -76,8 +76,8 @@ class Saving:
         self.logs = logs
         self.places: list[weakref.ref[_Place]] = []
         self.metadata: list[Metadata] | None = [] if check else None
-        # By place: versions that forward saved; see Note [Parameters must not change in between].
-        self.versions: dict[int, int] = {}
+        # By place: identity and version of a leaf; see Note [Parameters must not change in between].
+        self.versions: dict[int, tuple[int, int]] = {}
         self.last_save = -1
         # Where the default CUDA generator stood at the last save; see Note [An early stop is audited].
         self.clock = region.cuda_clock()
@@ -104,7 +104,7 @@ class Saving:
         # What a recompute computes with is whatever the function's closure holds by then. An optimizer's step between
         # forward and backward changes its parameters in place, which autograd would refuse if it had saved them.
         if tensor.requires_grad and tensor.is_leaf:
-            self.versions[len(self.places)] = tensor._version
+            self.versions[len(self.places)] = id(tensor), tensor._version
         self.places.append(weakref.ref(place))
         if self.metadata is not None:
             self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
@@ -207,9 +207,9 @@ class _Run:
 
     # See Note [One recompute per backward pass]
     def __call__(self, tensor: Tensor) -> Tensor:
+        saving, number, identity = self.saving, self.count, id(tensor)
         if tensor.requires_grad:
             tensor = tensor.detach()
-        saving, number = self.saving, self.count
         if number >= len(saving.places):
             self.surplus += 1
             return tensor
@@ -217,8 +217,8 @@ class _Run:
         place = saving.places[number]()
         # The graph may have let a place go, by a backward inside the region; then nobody will ask for its tensor.
         if place is not None:
-            version = saving.versions.get(number) if saving.versions else None
-            place.tensors[self.task] = tensor, version_of(tensor) if version is None else version
+            version, saved = version_of(tensor), saving.versions.get(number)
+            place.tensors[self.task] = tensor, saved[1] if saved is not None and saved[0] == identity else version
             metadata = saving.metadata
             if metadata is not None:
                 found = (tensor.shape, tensor.dtype, tensor.device)
