@@ -268,3 +268,9 @@ def test_b10_engines_hooks_say_which_hooks_are_the_users() -> None:
     y.sum().backward()
     assert set(seen[2:]) == {None}
     assert users() is None
+    seen.clear()
+    y = te_checkpoint(outer, x, use_reentrant=False)
+    with torch.autograd.graph.saved_tensors_hooks(offload, offload):
+        y.sum().backward()  # a recompute is surrounded by what surrounds its backward
+    assert seen[:2] == [None, None]
+    assert set(seen[2:]) == {offload}

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -77,7 +78,21 @@ def test_b13_users_pack_hook_is_not_kept_by_a_region() -> None:
     del pack
     gc.collect()
     assert gone() is None
-    y.sum().backward()
+    pack = _Pack()
+    gone = weakref.ref(pack)
+    kept: list[torch.Tensor] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.exp().sin())  # holds the graph of the recompute, and so the hooks that it was made under
+        return kept[-1] * 2
+
+    y = te_checkpoint(region, x, use_reentrant=False, early_stop=False)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y.sum().backward()
+    del pack
+    gc.collect()
+    assert gone() is None
+    assert len(kept) == 2
 
 
 def test_name_added_twice_in_an_outer_region_keeps_both_generators() -> None:
@@ -126,3 +141,28 @@ def test_function_that_raises_in_a_recompute_leaves_grad_mode_alone() -> None:
             _ = y.grad_fn._saved_self
         assert not torch.is_grad_enabled()
     assert runs == [True, True]
+
+
+@dataclasses.dataclass
+class _Shared:
+    scale: torch.Tensor
+
+    def __copy__(self) -> _Shared:
+        return self
+
+
+@both_engines
+def test_b5_object_that_cannot_be_copied_keeps_its_tensors_apart_from_the_others(use_reentrant: bool) -> None:
+    shared, x, w = _Shared(torch.full((3,), 2.0)), leaf(3), leaf(3, seed=4)
+    y = te_checkpoint(lambda a, b, c: (a * b.scale * c).sin(), x, shared, w, use_reentrant=use_reentrant)
+    y.sum().backward()
+    z = (2 * x.detach() * w.detach()).cos() * 2
+    torch.testing.assert_close(x.grad, z * w.detach())
+    torch.testing.assert_close(w.grad, z * x.detach())
+
+
+def test_tracker_names_its_streams_when_printed() -> None:
+    tracker = CudaRNGStatesTracker(device="cpu")
+    tracker.add("a", 5)
+    assert "1 streams" in repr(tracker)
+    assert "a: mt19937(seed=5" in repr(tracker)

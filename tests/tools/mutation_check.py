@@ -50,6 +50,9 @@ BESIDES = {
     "pytorch/recompute/ambient.py": "autocast|surroundings|gaps_settings",
     "pytorch/recompute/hooks.py": "region_hooks|test_fp8_state",
     "pytorch/recompute/region.py": "debug_mode|debug_history",
+    "pytorch/recompute/debug.py": "debug_mode|debug_history",
+    "pytorch/rng/devices.py": "test_backends|gaps_more",
+    "pytorch/rng/recording.py": "debug_mode",
 }
 FIRST = 12  # tests of the first try; most mutants end there
 
@@ -143,7 +146,10 @@ class Check:
         self.results.append(result)
         if self.log is not None:
             with self.log.open("a") as log:
-                log.write(json.dumps([result.mutant.place, result.verdict, result.by, result.seconds]) + "\n")
+                log.write(
+                    json.dumps([result.mutant.place, result.verdict, result.by, result.seconds, result.mutant.key])
+                    + "\n"
+                )
         mutant = result.mutant
         print(
             f"{result.verdict:<8} {result.seconds:5.1f} s  {mutant.file}:{mutant.line} [{mutant.kind}] {mutant.text}"
@@ -165,6 +171,12 @@ def resume(log: Path | None, root: Path, tests: list[str]) -> tuple[Baseline, di
     if log is not None:
         log.write_text(json.dumps({"digest": digest.hexdigest(), "baseline": asdict(baseline)}) + "\n")
     return baseline, {}
+
+
+def killed_by(log: Path) -> set[str]:
+    """Return the keys of the mutants that a former run killed, perhaps of somewhat other sources."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()[1:]]
+    return {line[4] for line in lines if line[1] == "killed" and len(line) > 4}
 
 
 def allowed_patterns(cuda: bool) -> dict[str, re.Pattern[str]]:
@@ -230,6 +242,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of the key of a mutant (file | function | kind | text)")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds before a mutant counts as killed by hanging")
     parser.add_argument("--markdown", help="file for the table")
+    parser.add_argument("--again", type=Path, help="log of a former run: only mutants that it did not kill")
     parser.add_argument("--log", type=Path, help="file of verdicts; a run that finds one on the same sources goes on")
     options = parser.parse_args()
 
@@ -241,6 +254,9 @@ def main() -> int:
         slots += [Slot.make(root, Path(folder) / str(number)) for number in range(1, options.jobs)]
         mutants = [mutant for mutant in mutants_of(root / PACKAGE, FOLDERS) if options.only in mutant.key]
         mutants = [mutant for mutant in mutants if not BUILDING.search(mutant.file)]
+        if options.again is not None:
+            killed = killed_by(options.again)
+            mutants = [mutant for mutant in mutants if mutant.key not in killed]
         tests = [str(path.relative_to(root)) for path in sorted((root / "tests").rglob("test_*.py"))]
         tests = [test for test in tests if not BLIND.search(test)]
         import_once()
@@ -251,7 +267,7 @@ def main() -> int:
         for test in baseline.failed:
             print(f"  fails already, so it is left out: {test}")
         check = Check(baseline, slots, options.limit, options.log)
-        check.results = [Result(mutant, *known[mutant.place]) for mutant in mutants if mutant.place in known]
+        check.results = [Result(mutant, *known[mutant.place][:3]) for mutant in mutants if mutant.place in known]
         mutants = [mutant for mutant in mutants if mutant.place not in known]
         try:
             check.run(mutants)
@@ -259,7 +275,7 @@ def main() -> int:
             for slot in slots:
                 if slot.job is not None:
                     slot.job.stop()
-    code = conclude(check.results, not options.only, baseline.cuda, options.markdown)
+    code = conclude(check.results, not options.only and options.again is None, baseline.cuda, options.markdown)
     print(f"{time.monotonic() - start:.0f} s")
     return code
 

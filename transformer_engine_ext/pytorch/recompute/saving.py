@@ -234,7 +234,6 @@ class _Run:
                 if saving.clock is not None:
                     self.stopped_at = saving.clock.get_offset()
                 raise StopRecompute
-            self.early_stop = False
         # Not the place: the function may run a backward of its own over the graph of the recompute.
         return tensor
 
