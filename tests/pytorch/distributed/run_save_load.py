@@ -146,6 +146,31 @@ def case_ranks_that_do_not_save_the_same_job() -> None:
     assert not path.exists()
 
 
+def case_the_axes_in_another_order() -> None:
+    rng = seeded({"dp": 2, "tp": 2})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = {axis: mesh.get_group(axis) for axis in ("dp", "tp")}
+    groups["ep"] = groups["dp"]
+    turned = dict(reversed(groups.items())) if dist.get_rank() == 3 else groups
+    other = ParallelRNG(turned, STREAMS, device="cpu")
+    other.seed(50)
+    torch.rand(3)
+    other.save(FOLDER / "turned")
+    expected = draw(other)
+    for reader in (rng, other):
+        assert set(reader.load(FOLDER / "turned").streams.values()) == {"kept"}
+        assert same(draw(reader), expected)
+    assert [row.coordinates for row in open_saved(FOLDER / "turned").rows()] == [
+        (rank // 2, rank % 2, rank // 2) for rank in range(4)
+    ]
+    wide = job({"tp": 4})
+    wide.load(FOLDER / "turned", on_layout_change="rederive")
+    cp = init_device_mesh("cpu", (4, 1), mesh_dim_names=("all", "cp")).get_group("cp")
+    more = ParallelRNG({**groups, "cp": cp} if dist.get_rank() == 3 else groups, STREAMS, device="cpu")
+    more.seed(50)
+    fails(more, lambda: more.save(FOLDER / "never"), LayoutMismatchError, "axes: rank 0 has {'dp': 2,", "has {'cp': 1,")
+
+
 def case_d5_another_layout() -> None:
     rng = seeded({"dp": 2, "tp": 2})
     rank = dist.get_rank()
@@ -324,6 +349,7 @@ CASES = {
     "paths that only rank 0 fails at": case_paths_that_only_rank_0_fails_at,
     "files that differ": case_files_that_differ,
     "ranks that do not save the same job": case_ranks_that_do_not_save_the_same_job,
+    "the axes in another order": case_the_axes_in_another_order,
     "d4 generators of the host": case_d4_generators_of_the_host,
     "d5 another layout": case_d5_another_layout,
     "d5 streams that came and went": case_d5_streams_that_came_and_went,

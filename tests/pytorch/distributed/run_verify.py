@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,57 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import run_cases
+from _verify_tools import CountedMessages, everywhere, fails_alike, mesh_of, table_of
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import dropout
 
-from transformer_engine_ext.errors import LayoutMismatchError, SeedCollisionWarning, StreamMismatchError
-from transformer_engine_ext.pytorch.distributed import ParallelRNG, StreamSpec, from_megatron, megatron_streams
-from transformer_engine_ext.pytorch.distributed.collectives import ControlGroup
-
-
-def mesh_of(**sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def everywhere(value: object) -> list[object]:
-    gathered: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def fails_alike(call: Callable[[], object], kind: type[Exception] = StreamMismatchError) -> str:
-    """Assert that a call fails on every rank with one text, which is returned."""
-    with pytest.raises(kind) as caught:
-        call()
-    (text,) = set(everywhere(str(caught.value)))
-    return str(text)
-
-
-def table_of(text: str) -> dict[int, list[str]]:
-    """Return the rows of a message's table: rank to cells."""
-    rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
-    return {int(row[0]): row[1:] for row in rows if row[0].isdigit()}
-
-
-class CountedMessages:
-    """How many bytes this rank passed to collectives, and to how many of them, while it was in place."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.names: list[str] = []
-        self.sent = 0
-        for name in ("total", "gather", "broadcast", "scatter", "first_failure"):
-            monkeypatch.setattr(ControlGroup, name, self._counting(name, getattr(ControlGroup, name)))
-
-    def _counting(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
-        def counting(control: ControlGroup, payload: object, what: str) -> object:
-            self.names.append(name)
-            self.sent += (
-                8 * len(payload) if isinstance(payload, list) else len(payload) if isinstance(payload, bytes) else 0
-            )
-            return method(control, payload, what)
-
-        return counting
+from transformer_engine_ext.errors import LayoutMismatchError, SeedCollisionWarning
+from transformer_engine_ext.pytorch.distributed import (
+    ParallelRNG,
+    StreamSpec,
+    from_megatron,
+    megatron_streams,
+    verify,
+)
 
 
 def case_d1_extra_draw() -> None:
@@ -191,6 +152,8 @@ def case_every_nth_step() -> None:
     optimizer.step()
     fails_alike(lambda: optimizer.step())
     assert hook.calls == 3
+    with pytest.raises(ValueError, match="repair='zz' is not available"):
+        rng.every(2, repair="zz")
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="at least 1"):
             rng.every(wrong)  # type: ignore[arg-type]
@@ -219,6 +182,62 @@ def case_what_fails_on_one_rank_fails_on_all() -> None:
         with pytest.raises(kind, match="rank 1: " + re.escape(text)):
             rng.verify()
     rng.verify()
+
+
+def case_arguments_that_only_one_rank_gets_wrong() -> None:
+    rng = ParallelRNG(mesh_of(tp=dist.get_world_size()), device="cpu")
+    rng.seed(1)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for wrong, kind, text in (
+        ({"repair": "zz"}, ValueError, "repair='zz' is not available"),
+        ({"axes": ("zz",)}, ValueError, "axes names 'zz'"),
+        ({"axes": "tp"}, TypeError, "axes is a sequence"),
+    ):
+        where = "" if last else f"rank {dist.get_world_size() - 1}: "
+        with pytest.raises(kind, match=re.escape(where + text)):
+            rng.verify(**(wrong if last else {}))  # type: ignore[arg-type]
+    rng.verify()  # and nobody is left waiting
+
+
+def case_a_verdict_that_fails_on_rank_0() -> None:
+    rng = ParallelRNG(mesh_of(tp=dist.get_world_size()), device="cpu")
+    rng.seed(1)
+    torch.rand(1 + dist.get_rank())
+
+    def broken(*arguments: object) -> bytes:
+        raise KeyError("torn")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(verify, "judge", broken)
+        with pytest.raises(KeyError, match="torn"):
+            rng.verify()
+    fails_alike(rng.verify)
+
+
+def in_order(groups: dict[str, dist.ProcessGroup], reverse: bool) -> dict[str, dist.ProcessGroup]:
+    return dict(reversed(groups.items())) if reverse else groups
+
+
+def case_the_axes_in_another_order() -> None:
+    # Two ranks: an axis of size 1. Four: the same ranks, dp inner or outer, so that they do stand at other places.
+    last = dist.get_rank() == dist.get_world_size() - 1
+    sizes = {"dp": dist.get_world_size() // 2, "tp": 2}
+    straight, turned = mesh_of(**sizes), mesh_of(**dict(reversed(sizes.items())))
+    groups = {axis: straight.get_group(axis) for axis in sizes}
+    rng = ParallelRNG(in_order(groups, last), device="cpu")
+    rng.seed(1)
+    rng.verify()
+    ParallelRNG(in_order(groups, last), tracker=rng.tracker, device="cpu").verify()  # by a report of all ranks
+    if dist.get_rank() == 1:
+        torch.rand(1)
+    rows = table_of(fails_alike(rng.verify))
+    assert rows[1][:2] == ["0", "1"]
+    rng = ParallelRNG(turned if last else straight, device="cpu")  # at a corner, where both agree
+    rng.seed(1)
+    rng.verify(axes=[])
+    more = ParallelRNG({**groups, "x": groups["tp"]} if last else groups, device="cpu")
+    more.seed(1)
+    assert "axes is {'dp': " in fails_alike(more.verify, LayoutMismatchError)
 
 
 def case_other_ways_to_name_the_axes() -> None:
@@ -340,6 +359,9 @@ CASES_2 = {
     "every nth step": case_every_nth_step,
     "the ranks must check the same": case_the_ranks_must_check_the_same,
     "what fails on one rank fails on all": case_what_fails_on_one_rank_fails_on_all,
+    "arguments that only one rank gets wrong": case_arguments_that_only_one_rank_gets_wrong,
+    "a verdict that fails on rank 0": case_a_verdict_that_fails_on_rank_0,
+    "the axes in another order": case_the_axes_in_another_order,
     "other ways to name the axes": case_other_ways_to_name_the_axes,
     "host generators are streams": case_host_generators_are_streams,
 }

@@ -18,7 +18,16 @@ from transformer_engine_ext.pytorch.distributed.topology import Layout
 from transformer_engine_ext.pytorch.rng import CudaRNGStatesTracker
 from transformer_engine_ext.pytorch.rng.devices import get_backend
 
-__all__ = ["check_axes", "check_device", "check_include", "check_streams", "check_timeout", "check_tracker", "choose"]
+__all__ = [
+    "check_axes",
+    "check_device",
+    "check_include",
+    "check_repair",
+    "check_streams",
+    "check_timeout",
+    "check_tracker",
+    "choose",
+]
 
 
 def choose(what: str, value: str, accepted: Sequence[str]) -> str:
@@ -124,3 +133,8 @@ def check_include(include: Sequence[str]) -> tuple[str, ...]:
     for kind in include:
         choose("include", kind, sorted(HOST_STREAMS.values()))
     return tuple(include)
+
+
+def check_repair(repair: str | None) -> str | None:
+    """Return how verify() may repair, or None."""
+    return None if repair is None else choose("repair", repair, ("broadcast",))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Generator, Tensor
 
-from transformer_engine_ext.pytorch.distributed.topology import Layout
+from transformer_engine_ext.pytorch.distributed.topology import Layout, axes_in_order
 from transformer_engine_ext.pytorch.rng.state import (
     MT19937_STATE_BYTES,
     PHILOX_STATE_BYTES,
@@ -126,7 +126,8 @@ def _contribution(value: int, rank: int, following: int) -> int:
 
 def pack_report(belief: str, layout: Layout, standings: Mapping[str, Standing]) -> bytes:
     """Return all that the check of one rank needs, as bytes; their number does not depend on that of the ranks."""
-    numbers = [*layout.coordinates.values(), *(ring[0] for ring in layout.peers.values())]
+    axes = axes_in_order(layout.axes)
+    numbers = [*(layout.coordinates[axis] for axis in axes), *(layout.peers[axis][0] for axis in axes)]
     for standing in standings.values():
         seed = standing.seed - (1 << 64) if standing.seed >> 63 > 0 else standing.seed
         numbers += [seed, standing.digest, standing.drawn]

@@ -16,6 +16,7 @@ from transformer_engine_ext.pytorch.distributed.arguments import (
     check_axes,
     check_device,
     check_include,
+    check_repair,
     check_streams,
     check_timeout,
     check_tracker,
@@ -195,11 +196,9 @@ class ParallelRNG:
         PeerFailureError
             If another rank died or did not come within the time-out.
         Exception
-            What a rank failed with, such as inside a fork, on every rank.
+            What a rank failed with, on every rank: inside a fork, say, or arguments that are none.
         """
-        if repair is not None:
-            choose("repair", repair, ("broadcast",))
-        return self._verifier.run(check_axes(axes, self.layout), repair)
+        return self._verifier.run(lambda: (check_axes(axes, self.layout), check_repair(repair)))
 
     def every(self, n: int, *, axes: Sequence[str] | None = None, repair: str | None = None) -> Every:
         """Return a hook for a training loop that calls :meth:`verify` on every n-th call.
@@ -223,6 +222,7 @@ class ParallelRNG:
         if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
             raise ValueError(f"n is a number of steps, at least 1; got {n!r}")
         check_axes(axes, self.layout)
+        check_repair(repair)
         return Every(lambda: self.verify(axes=axes, repair=repair), n)
 
     def states(self) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from transformer_engine_ext.pytorch.distributed.resharding import (
 )
 from transformer_engine_ext.pytorch.distributed.saved_table import MT19937, Header, Row, bytes_of, digest_of, state_of
 from transformer_engine_ext.pytorch.distributed.sources import SavedSource, open_saved
-from transformer_engine_ext.pytorch.distributed.topology import Layout, describe_axes
+from transformer_engine_ext.pytorch.distributed.topology import Layout, axes_in_order, describe_axes
 
 __all__ = ["fresh_state", "load_streams", "save_streams"]
 
@@ -74,7 +74,7 @@ def save_streams(path: Any, control: ControlGroup, layout: Layout, snapshot: Sna
         outcome = _examine(payloads)
         if not outcome:
             try:
-                rows = _unpack(payloads, header, len(layout.coordinates))
+                rows = _unpack(payloads, header)
                 # See Note [A save never damages the former file]
                 write_atomically(path, rng_file.encode(header, rows))
             except Exception as error:
@@ -97,12 +97,13 @@ def _belief(header: Header) -> str:
 
 
 def _declarations(header: Header) -> dict[str, Any]:
-    return {"axes": header.axes, "streams": header.streams, "derivation": header.derivation}
+    axes = {axis: header.axes[axis] for axis in axes_in_order(header.axes)}
+    return {"axes": axes, "streams": header.streams, "derivation": header.derivation}
 
 
 def _pack(belief: str, layout: Layout, header: Header, states: Mapping[str, Tensor]) -> bytes:
     parts = [bytes_of(states[name]) for name in header.names()]
-    numbers = [*(layout.coordinates[axis] for axis in header.axes), *map(len, parts)]
+    numbers = [*(layout.coordinates[axis] for axis in axes_in_order(header.axes)), *map(len, parts)]
     return b"".join([digest_of(belief).encode(), np.array(numbers, "<i8").tobytes(), *parts])
 
 
@@ -116,8 +117,10 @@ def _examine(payloads: Sequence[bytes]) -> dict[str, Any]:
     return {}
 
 
-def _unpack(payloads: list[bytes], header: Header, axes: int) -> list[Row]:
+def _unpack(payloads: list[bytes], header: Header) -> list[Row]:
     rows = []
+    axes = len(header.axes)
+    columns = [axes_in_order(header.axes).index(axis) for axis in header.axes]
     start = 17 + 8 * (axes + len(header.streams))
     pool: dict[bytes, bytes] = {}  # See Note [Equal states are stored once]
     for rank, payload in enumerate(payloads):
@@ -127,7 +130,7 @@ def _unpack(payloads: list[bytes], header: Header, axes: int) -> list[Row]:
             state = payload[end : end + size]
             states.append(pool.setdefault(state, state))
             end += size
-        rows.append(Row(tuple(numbers[:axes]), tuple(states)))
+        rows.append(Row(tuple(numbers[column] for column in columns), tuple(states)))
         payloads[rank] = b""
     return rows
 
@@ -239,11 +242,12 @@ def _other_load(path: Any, first: list[Any], mine: list[Any], rank: int) -> Exce
 
 def _all_places(control: ControlGroup, layout: Layout, running: Header, what: str) -> list[dict[str, int]]:
     """Return the coordinates of every rank, on every rank."""
-    mine = np.array([layout.coordinates[axis] for axis in running.axes], "<i4").tobytes()
+    axes = axes_in_order(running.axes)
+    mine = np.array([layout.coordinates[axis] for axis in axes], "<i4").tobytes()
     gathered = control.gather(mine, what)
     table = control.broadcast(b"".join(gathered) if gathered is not None else b"", what)
-    rows = np.frombuffer(table, "<i4").reshape(control.world_size, len(running.axes)).tolist()
-    return [dict(zip(running.axes, row, strict=True)) for row in rows]
+    rows = np.frombuffer(table, "<i4").reshape(control.world_size, len(axes)).tolist()
+    return [dict(zip(axes, row, strict=True)) for row in rows]
 
 
 def _find_row(path: Any, source: SavedSource, layout: Layout) -> int:

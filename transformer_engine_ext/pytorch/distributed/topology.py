@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 __all__ = [
     "Layout",
     "Topology",
+    "axes_in_order",
     "describe_axes",
     "describe_place",
     "effective_axes",
@@ -94,6 +95,14 @@ def effective_axes(axes: Mapping[str, int]) -> dict[str, int]:
     An axis of size 1 has one position only, so that no stream can differ on it: it equals an axis that is missing.
     """
     return {axis: axes[axis] for axis in sorted(axes) if axes[axis] > 1}
+
+
+def axes_in_order(axes: Iterable[str]) -> list[str]:
+    """Return axes in the order in which ranks send their coordinates: that of their names.
+
+    Ranks may have built their meshes with the axes in different orders, which is the same layout.
+    """
+    return sorted(axes)
 
 
 def describe_axes(axes: Mapping[str, int], world_size: int) -> str:

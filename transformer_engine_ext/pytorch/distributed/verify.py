@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from transformer_engine_ext.errors import LayoutMismatchError, StreamMismatchError
-from transformer_engine_ext.pytorch.distributed.agreement import agree
+from transformer_engine_ext.pytorch.distributed.agreement import agree, describe_error, rebuild_error
 from transformer_engine_ext.pytorch.distributed.collectives import ControlGroup
 from transformer_engine_ext.pytorch.distributed.fingerprints import (
     Reports,
@@ -25,9 +25,12 @@ from transformer_engine_ext.pytorch.distributed.fingerprints import (
 )
 from transformer_engine_ext.pytorch.distributed.held_streams import HeldStreams
 from transformer_engine_ext.pytorch.distributed.mismatches import Fault, find_faults, render
-from transformer_engine_ext.pytorch.distributed.topology import Layout
+from transformer_engine_ext.pytorch.distributed.topology import Layout, axes_in_order
 
 __all__ = ["Every", "Verifier", "judge"]
+
+#: Returns the axes and the repair that were asked for, checked; raises for others.
+Arguments = Callable[[], tuple[Sequence[str] | None, str | None]]
 
 _log = logging.getLogger("transformer_engine_ext")
 
@@ -68,11 +71,14 @@ class Verifier:
         # See Note [One number tells whether all agree]
         self._origin, self._seeds = origin, dict(seeds)
 
-    def run(self, axes: Sequence[str] | None, repair: str | None) -> tuple[str, ...]:
-        """Check, repair if asked, and return the names of the streams that were repaired; see ParallelRNG.verify."""
+    def run(self, choose: Arguments) -> tuple[str, ...]:
+        """Check, repair if asked, and return the names of the streams that were repaired; see ParallelRNG.verify.
+
+        What `choose` raises, every rank raises: it is called inside of the exchange.
+        """
         repaired: dict[str, None] = {}
         for left in range(_ROUNDS, -1, -1):
-            faults, text = self._faults(axes, repair)
+            faults, text, repair = self._faults(choose)
             if not text:
                 break
             if repair is None or not left or any(fault.kind == "repeat" for fault in faults):
@@ -83,22 +89,23 @@ class Verifier:
             repaired.update(dict.fromkeys(fault.stream for fault in faults))
         return tuple(repaired)
 
-    def _faults(self, axes: Sequence[str] | None, repair: str | None) -> tuple[list[Fault], str]:
-        """Return what does not hold, and its description; the same on every rank."""
+    def _faults(self, choose: Arguments) -> tuple[list[Fault], str, str | None]:
+        """Return what does not hold, its description, and how to repair it; the same on every rank."""
         layout, control = self._layout, self._control
         streams = self._held.describe()
-        belief = json.dumps(
-            {
-                "axes": layout.axes,
-                "world_size": layout.world_size,
-                "streams": streams,
-                "derivation": self._derivation,
-                "verify": [axes, repair],
-            }
-        )
         problem: Exception | None = None
         words = [1, 0, 0, 0]
         try:
+            axes, repair = choose()
+            belief = json.dumps(
+                {
+                    "axes": {axis: layout.axes[axis] for axis in axes_in_order(layout.axes)},
+                    "world_size": layout.world_size,
+                    "streams": streams,
+                    "derivation": self._derivation,
+                    "verify": [axes, repair],
+                }
+            )
             states = self._held.read("verify")
             standings = {name: standing_of(state) for name, state in states.items()}
             lockstep = {stream["name"]: stream["lockstep_over"] for stream in streams}
@@ -115,10 +122,19 @@ class Verifier:
         if failed:
             agree(control, problem, _WHAT)
         if not (moved_ranks or differ(beliefs) or differ(positions)):
-            return [], ""
+            return [], "", repair
         counted = {name: standing_of(state, count=True) for name, state in states.items()}
         payloads = control.gather(pack_report(belief, layout, counted), _WHAT)
-        verdict = json.loads(control.broadcast(judge(payloads, streams, axes) if payloads else b"", _WHAT))
+        verdict_bytes = b""
+        if payloads is not None:
+            try:
+                verdict_bytes = judge(payloads, streams, axes)
+            except Exception as error:  # the other ranks wait for the verdict
+                problem = error
+                verdict_bytes = json.dumps({"error": describe_error(error).decode()}).encode()
+        verdict = json.loads(control.broadcast(verdict_bytes, _WHAT))
+        if "error" in verdict:
+            raise problem if problem is not None else rebuild_error(verdict["error"].encode(), 0, _WHAT)
         if "beliefs" in verdict:
             raise LayoutMismatchError(verdict["beliefs"])
         faults = [
@@ -127,7 +143,7 @@ class Verifier:
         ]
         if not faults and axes is None:
             self.vouch("a report of all ranks", {name: standing.seed for name, standing in standings.items()})
-        return faults, verdict["text"]
+        return faults, verdict["text"], repair
 
     def _repair(self, faults: Sequence[Fault]) -> None:
         # What a rank sends does not depend on who else needs what: its states of the streams concerned.
@@ -170,7 +186,8 @@ def judge(payloads: Sequence[bytes], streams: Sequence[Mapping[str, Any]], axes:
     others = [rank for rank, belief in enumerate(beliefs) if belief != beliefs[0]]
     if others:
         first, other = json.loads(beliefs[0]), json.loads(beliefs[others[0]])
-        key = next(key for key in first if first[key] != other[key])
+        key = next((key for key in first if first[key] != other.get(key)), "what is checked")
+        first, other = ({"what is checked": belief, **belief} for belief in (first, other))
         listed = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
         text = (
             f"the ranks do not check the same things: {key} is {first[key]} on rank 0 and {other[key]} on rank "
