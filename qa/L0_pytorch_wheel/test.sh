@@ -26,7 +26,7 @@ cd "$WORK"
 
 echo "Building the sdist, and from it the wheel without the native library"
 # So a file that MANIFEST.in forgets is missing in all that follows.
-python3 -m build --outdir dist "$TE_EXT_PATH" > build.log 2>&1 || { cat build.log; error_exit "Failed to build"; }
+python3 -m build --installer uv --outdir dist "$TE_EXT_PATH" > build.log 2>&1 || { cat build.log; error_exit "Failed to build"; }
 SDIST="$(echo "$WORK"/dist/*.tar.gz)"
 PURE="$(echo "$WORK"/dist/*.whl)"
 mkdir source && tar -xzf "$SDIST" --strip-components=1 -C source
@@ -41,7 +41,7 @@ function new_environment() {
 function pip_into() {
     local name="$1"
     shift
-    python3 -m pip --python "$WORK/$name/bin/python" --disable-pip-version-check install -q "$@"
+    python3 -m pip --python "$WORK/$name/bin/python" --disable-pip-version-check install -q --no-compile "$@"
 }
 
 echo "Building the wheel with the native library"
@@ -73,7 +73,7 @@ function try_way() {
     ) && echo "ok     $name ($((SECONDS - seconds)) s)" || echo "FAILED $name"
 }
 function no_isolation() {
-    pip_into "$1" "setuptools>=77" && pip_into "$1" --no-build-isolation "$WORK/source-$1"
+    pip_into "$1" "setuptools>=77" && pip_into "$1" --no-deps --no-build-isolation "$WORK/source-$1"
 }
 # uv sees installed distributions in the environment's own folder only, and would fetch torch.
 function with_uv() {
@@ -81,14 +81,15 @@ function with_uv() {
 }
 
 echo "Installing"
+# One of them looks at the requirements too; that takes pip seconds, and the metadata are the same in all.
 cp -r source source-pip-folder && cp -r source source-pip-no-build-isolation && cp -r source source-uv-folder
 {
     try_way pip-wheel pip_into pip-wheel "$PURE"
-    try_way pip-native-wheel pip_into pip-native-wheel "$NATIVE"
-    try_way pip-sdist pip_into pip-sdist "$SDIST"
+    try_way pip-native-wheel pip_into pip-native-wheel --no-deps "$NATIVE"
+    try_way pip-sdist pip_into pip-sdist --no-deps "$SDIST"
 } > first.log 2>&1 &
 {
-    try_way pip-folder pip_into pip-folder "$WORK/source-pip-folder"
+    try_way pip-folder pip_into pip-folder --no-deps "$WORK/source-pip-folder"
     try_way pip-no-build-isolation no_isolation pip-no-build-isolation
     try_way uv-folder with_uv uv-folder "$WORK/source-uv-folder"
     try_way uv-wheel with_uv uv-wheel "$PURE"
