@@ -31,6 +31,7 @@ __all__ = [
     "StreamMismatchError",
     "StreamStateTypeError",
     "SuppressedErrorError",
+    "UnknownAxisWarning",
     "UnknownStreamError",
     "UnsupportedCaptureError",
     "UnsupportedDeviceError",
@@ -124,6 +125,10 @@ class SeedCollisionError(TEExtError, RuntimeError):
 
 class SeedCollisionWarning(TEExtError, UserWarning):  # noqa: N818 - a warning, which may be made an error
     """Streams of different ranks start from one seed: each rank's own numbers are right, together they repeat."""
+
+
+class UnknownAxisWarning(TEExtError, UserWarning):  # noqa: N818 - a warning, which may be made an error
+    """The topology has an axis that no declared stream names and that has no fixed meaning: perhaps a misnamed one."""
 
 
 class StreamMismatchError(TEExtError, RuntimeError):

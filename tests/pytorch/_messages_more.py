@@ -17,6 +17,7 @@ from _regions import new_tracker
 from transformer_engine_ext import errors
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
 from transformer_engine_ext.pytorch.distributed import ParallelRNG, StreamSpec, megatron_streams
+from transformer_engine_ext.pytorch.distributed.arguments import warn_of_unknown_axes
 from transformer_engine_ext.pytorch.distributed.collisions import audit_seeds
 from transformer_engine_ext.pytorch.distributed.derivations import derive_table
 from transformer_engine_ext.pytorch.distributed.topology import Layout
@@ -122,6 +123,17 @@ def two_ranks_on_one_seed(around: Around) -> None:
     audit_seeds(
         derive_table("megatron", megatron_streams(), 0, layout.axes, bits=64), layout, bits=64, derivation="megatron"
     )
+
+
+@case(
+    errors.UnknownAxisWarning,
+    "no stream names the axes 'data', 'tensor'",
+    "data=2 x tensor=2 x one=1 (world size 4)",
+    "rename it",
+    site="warn_of_unknown_axes",
+)
+def axes_that_no_stream_names(around: Around) -> None:
+    warn_of_unknown_axes(megatron_streams(), Layout.of_product({"data": 2, "tensor": 2, "one": 1}, 0), level=1)
 
 
 def saved(around: Around) -> Path:

@@ -12,10 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from transformer_engine_ext.errors import UnsupportedDeviceError
+from transformer_engine_ext.errors import UnknownAxisWarning, UnsupportedDeviceError
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker
 from transformer_engine_ext.pytorch.distributed import ParallelRNG, StreamSpec, from_megatron, megatron_streams
-from transformer_engine_ext.pytorch.distributed.arguments import check_axes, check_device, check_timeout
+from transformer_engine_ext.pytorch.distributed.arguments import (
+    check_axes,
+    check_device,
+    check_timeout,
+    warn_of_unknown_axes,
+)
 from transformer_engine_ext.pytorch.distributed.streams import standard_streams
 from transformer_engine_ext.pytorch.distributed.topology import Layout, effective_axes
 
@@ -46,6 +51,14 @@ def test_spec_refused(arguments: dict[str, object], error: type[Exception], text
 def test_spec_must_say_where_it_varies() -> None:
     with pytest.raises(TypeError, match="varies_over"):
         StreamSpec("a")  # type: ignore[call-arg]
+
+
+def test_axes_that_streams_name_or_that_have_a_meaning_are_known() -> None:
+    streams = [*megatron_streams(), StreamSpec("a", ("data",), lockstep_over=("fsdp",), seed_offset=1 << 20)]
+    warn_of_unknown_axes(streams, Layout.of_product({"data": 2, "fsdp": 2, "cp": 2, "x": 1}, 0))
+    warn_of_unknown_axes(streams, Layout.of_product({"x": 2}, 1))  # on rank 0 only
+    with pytest.warns(UnknownAxisWarning, match=r"the axes 'x' of .* \(pp, dp, cp, tp, ep, etp, gtp, egtp\)"):
+        warn_of_unknown_axes(streams, Layout.of_product({"tp": 2, "x": 2}, 0))
 
 
 def test_spec_takes_other_integers() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from _ranks import run_cases
 from _verify_tools import CountedMessages, everywhere, fails_alike, mesh_of, table_of
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import dropout
 
-from transformer_engine_ext.errors import LayoutMismatchError, SeedCollisionWarning
+from transformer_engine_ext.errors import LayoutMismatchError, SeedCollisionWarning, UnknownAxisWarning
 from transformer_engine_ext.pytorch.distributed import (
     ParallelRNG,
     StreamSpec,
@@ -27,6 +28,8 @@ from transformer_engine_ext.pytorch.distributed import (
     megatron_streams,
     verify,
 )
+
+BEFORE: list[ParallelRNG] = []  # made when there is no process group yet
 
 
 def case_d1_extra_draw() -> None:
@@ -199,6 +202,20 @@ def case_arguments_that_only_one_rank_gets_wrong() -> None:
     rng.verify()  # and nobody is left waiting
 
 
+def case_built_before_the_process_group() -> None:
+    (before,) = BEFORE
+    before.seed(1)
+    for call in (before.verify, lambda: before.save("never"), lambda: before.load("never"), before.state_dict):
+        with pytest.raises(RuntimeError, match=r"was ended or initialised anew .*then: rank 0 of 1, now \d in all"):
+            call()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dist, "is_initialized", lambda: False)
+        before.verify()  # alone, as it was
+    unnamed = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    with pytest.warns(UnknownAxisWarning) if dist.get_rank() == 0 else nullcontext():
+        ParallelRNG(unnamed, device="cpu")
+
+
 def case_a_verdict_that_fails_on_rank_0() -> None:
     rng = ParallelRNG(mesh_of(tp=dist.get_world_size()), device="cpu")
     rng.seed(1)
@@ -360,6 +377,7 @@ CASES_2 = {
     "the ranks must check the same": case_the_ranks_must_check_the_same,
     "what fails on one rank fails on all": case_what_fails_on_one_rank_fails_on_all,
     "arguments that only one rank gets wrong": case_arguments_that_only_one_rank_gets_wrong,
+    "built before the process group": case_built_before_the_process_group,
     "a verdict that fails on rank 0": case_a_verdict_that_fails_on_rank_0,
     "the axes in another order": case_the_axes_in_another_order,
     "other ways to name the axes": case_other_ways_to_name_the_axes,
@@ -372,4 +390,5 @@ CASES_4 = {
 }
 
 if __name__ == "__main__":
+    BEFORE.append(ParallelRNG(None, device="cpu"))
     run_cases({**CASES_2, **(CASES_4 if sys.argv[1:] == ["4"] else {})})

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from numbers import Real
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine_ext.errors import UnknownAxisWarning
 from transformer_engine_ext.pytorch.distributed.host_states import HOST_STREAMS
 from transformer_engine_ext.pytorch.distributed.streams import DEFAULT_STREAM, KNOWN_AXES, StreamSpec
 from transformer_engine_ext.pytorch.distributed.topology import Layout
@@ -27,6 +29,7 @@ __all__ = [
     "check_timeout",
     "check_tracker",
     "choose",
+    "warn_of_unknown_axes",
 ]
 
 
@@ -109,6 +112,24 @@ def check_streams(streams: object, layout: Layout) -> tuple[StreamSpec, ...]:
             "default generator, so declare StreamSpec('default', ..., is_default=True)"
         )
     return specs
+
+
+def warn_of_unknown_axes(streams: Sequence[StreamSpec], layout: Layout, level: int = 2) -> None:
+    """Warn, on rank 0, of axes that nothing knows: ranks along a misnamed one would draw equal numbers, unnoticed.
+
+    A warning and no error, since on a mesh for FSDP, say, streams may be meant to be alike along such an axis.
+    """
+    named = {*KNOWN_AXES, *(axis for spec in streams for axis in (*spec.varies_over, *spec.lockstep_over))}
+    unknown = [axis for axis, size in layout.axes.items() if size > 1 and axis not in named]
+    if unknown and layout.rank == 0:
+        warnings.warn(
+            f"no stream names the axes {', '.join(map(repr, unknown))} of the topology ({layout.describe()}), so that "
+            "every stream starts from one seed on all ranks along them. If one is another name for an axis with a "
+            f"fixed meaning ({', '.join(KNOWN_AXES)}), rename it; else name it in a stream's varies_over or "
+            "lockstep_over. If streams are meant to be alike along it, as for FSDP, ignore UnknownAxisWarning",
+            UnknownAxisWarning,
+            stacklevel=level + 1,
+        )
 
 
 def check_axes(axes: Sequence[str] | None, layout: Layout) -> tuple[str, ...] | None:

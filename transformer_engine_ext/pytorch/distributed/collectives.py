@@ -90,6 +90,7 @@ class ControlGroup:
 
     def gather(self, payload: bytes, what: str) -> list[bytes] | None:
         """Return every rank's bytes, in the order of ranks, on rank 0; None on the others."""
+        self.check_world(what)
         if self.world_size == 1:
             return [payload]
         longest = torch.tensor([len(payload)])
@@ -105,6 +106,7 @@ class ControlGroup:
 
     def scatter(self, payloads: Sequence[bytes] | None, what: str) -> bytes:
         """Return to every rank the entry that rank 0 passes for it; the other ranks pass None."""
+        self.check_world(what)
         if self.world_size == 1:
             return payloads[0] if payloads else b""
         longest = torch.tensor([max(map(len, payloads)) if payloads else 0])
@@ -120,6 +122,7 @@ class ControlGroup:
     def total(self, words: Sequence[int], what: str) -> list[int]:
         """Return, on every rank, the sums over all ranks of each of a few integers below 2**44."""
         sums = torch.tensor(words)
+        self.check_world(what)
         if self.world_size > 1:
             self._guarded(what, lambda group: dist.all_reduce(sums, group=group))
         totals: list[int] = sums.tolist()
@@ -127,6 +130,7 @@ class ControlGroup:
 
     def broadcast(self, payload: bytes, what: str) -> bytes:
         """Return rank 0's bytes on every rank; what the other ranks pass is ignored."""
+        self.check_world(what)
         if self.world_size == 1:
             return payload
         size = torch.tensor([len(payload)])
@@ -138,6 +142,7 @@ class ControlGroup:
 
     def first_failure(self, failed: bool, what: str) -> int | None:
         """Return the lowest rank that passed ``failed=True``, on every rank; None if no rank did."""
+        self.check_world(what)
         if self.world_size == 1:
             return 0 if failed else None
         flag = torch.tensor([self.rank if failed else self.world_size])
@@ -149,12 +154,18 @@ class ControlGroup:
         gathered = self.gather(payload if self.rank == source else b"", what)
         return self.broadcast(gathered[source] if gathered is not None else b"", what)
 
-    def _guarded(self, what: str, collective: Callable[[dist.ProcessGroup], _T]) -> _T:
-        if dist.group.WORLD is not self._world:
+    def check_world(self, what: str) -> None:
+        """Raise if the ranks of the job are not those that this object was made for. Local."""
+        initialised = dist.is_available() and dist.is_initialized()
+        now = dist.get_world_size() if initialised else 1
+        # A single process remains one whether or not it has a group.
+        if max(now, self.world_size) > 1 and (dist.group.WORLD if initialised else None) is not self._world:
             raise RuntimeError(
                 f"{what}: torch.distributed was ended or initialised anew since this object was made (then: rank "
-                f"{self.rank} of {self.world_size}); make a new one"
+                f"{self.rank} of {self.world_size}, now {now} in all); make a new one"
             )
+
+    def _guarded(self, what: str, collective: Callable[[dist.ProcessGroup], _T]) -> _T:
         # See Note [A dead peer is an error]
         try:
             return collective(_shared.get(self.timeout))

@@ -21,6 +21,7 @@ from transformer_engine_ext.pytorch.distributed.arguments import (
     check_timeout,
     check_tracker,
     choose,
+    warn_of_unknown_axes,
 )
 from transformer_engine_ext.pytorch.distributed.collectives import DEFAULT_TIMEOUT, ControlGroup
 from transformer_engine_ext.pytorch.distributed.collisions import audit_seeds
@@ -48,7 +49,8 @@ class ParallelRNG:
     ----------
     topology : DeviceMesh, list of DeviceMesh, mapping of str to ProcessGroup, or None
         Where this rank stands: a mesh with named dimensions, several of them, or this rank's group per axis, such as
-        :func:`from_megatron` returns. None: no axes. See :func:`resolve_topology`.
+        :func:`from_megatron` returns. None: no axes. See :func:`resolve_topology`. An axis of more than one rank that
+        no stream names and that has no fixed meaning is an ``UnknownAxisWarning``, on rank 0.
     streams : sequence of StreamSpec, optional
         The streams; default: those of the system that `derivation` names, with ``"fold_in"`` those of
         :func:`megatron_streams`. An axis that the topology lacks counts as one of size 1.
@@ -119,6 +121,7 @@ class ParallelRNG:
         self.streams = check_streams(
             standard_streams(derivation, self.layout.axes) if streams is None else streams, self.layout
         )
+        warn_of_unknown_axes(self.streams, self.layout)
         device = check_device(device)
         self.tracker = check_tracker(tracker, device)
         self._control = ControlGroup(check_timeout(timeout))
@@ -244,6 +247,7 @@ class ParallelRNG:
             One entry, whose key names the rank and the layout: ``description`` (JSON text) and ``streams``, as from
             :meth:`states`. See Note [A key per rank].
         """
+        self._control.check_world("taking the state")
         return pack_rank(self.layout, self._header(), self._held.read())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
