@@ -121,6 +121,23 @@ def test_d6_and_back(device: str, generators: bool) -> None:
     assert equal(draw(theirs, device), expected)
 
 
+@pytest.mark.parametrize("policy", ["error", "rederive"])
+def test_generators_of_the_host_that_are_streams(policy: str) -> None:
+    rng = ParallelRNG(None, include=("python", "numpy"), device="cpu")
+    rng.seed(1234)
+    np.random.standard_normal(), random.gauss(0, 1)  # a second normal is kept
+    state = rng.megatron_rng_state()
+    expected = [(random.gauss(0, 1), np.random.standard_normal(), torch.rand(1).item()) for _ in range(3)]
+    rng.seed(1234)
+    report = rng.load_megatron_rng_state(state, policy)
+    assert {report.streams[name] for name in ("python-random", "numpy-random", "default")} == {"kept"}
+    assert [(random.gauss(0, 1), np.random.standard_normal(), torch.rand(1).item()) for _ in range(3)] == expected
+    only = ParallelRNG(None, include=("numpy",), device="cpu")
+    only.seed(1234)
+    only.load_megatron_rng_state(state)
+    assert random.gauss(0, 1) == expected[0][0]  # restored though it is no stream of that job
+
+
 def test_a_live_tracker_that_carries_values() -> None:
     rng = seeded("cpu")
     saved = as_megatron_saves(rng, "cpu", generators=False)

@@ -19,6 +19,7 @@ __all__ = [
     "HOST_STREAMS",
     "check_host_state",
     "fresh_host_state",
+    "pack_host",
     "read_host",
     "seed_host",
     "write_host",
@@ -41,6 +42,17 @@ def read_host(kind: str) -> Tensor:
     return torch.frombuffer(
         bytearray(_pack_python(random.getstate()) if kind == "python" else _pack_numpy()), dtype=torch.uint8
     )
+
+
+def pack_host(kind: str, state: tuple[Any, ...]) -> bytes:
+    """Return what ``random.getstate()`` or ``numpy.random.get_state()`` gave as the bytes of a state."""
+    if kind == "python":
+        python = random.Random()
+        python.setstate(state)
+        return _pack_python(python.getstate())
+    numpy = np.random.RandomState()
+    numpy.set_state(state)
+    return _pack_numpy(numpy)
 
 
 def write_host(kind: str, state: Tensor) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from torch import Generator, Tensor
 
 from transformer_engine_ext.errors import LayoutMismatchError, StateFormatError
+from transformer_engine_ext.pytorch.distributed.host_states import HOST_STREAMS, pack_host
 from transformer_engine_ext.pytorch.distributed.inert_pickle import Record, as_array, as_bytes, describe
 from transformer_engine_ext.pytorch.distributed.resharding import FreshState, LoadReport, changed_streams, reshard
 from transformer_engine_ext.pytorch.distributed.saved_table import Header, Row, bytes_of, state_of
@@ -235,8 +236,14 @@ def fit_state(
     if state.cuda is not None:
         found["default-cpu"] = state.cpu
     declared = {stream["name"]: stream for stream in running.streams}
+    # The host's generators are in Megatron's list whether or not they are streams of this job.
+    host = {name: getattr(state, kind) for name, kind in HOST_STREAMS.items() if name in declared}
+    found.update({name: pack_host(HOST_STREAMS[name], value) for name, value in host.items()})
     streams = tuple(
-        {**declared.get(name, {"name": name, "varies_over": [], "lockstep_over": []}), **_kind(data)}
+        {
+            **declared.get(name, {"name": name, "varies_over": [], "lockstep_over": []}),
+            **({} if name in host else _kind(data)),
+        }
         for name, data in found.items()
     )
     saved = replace(running, streams=streams, checksums=())
