@@ -140,6 +140,10 @@ def case_ranks_that_do_not_save_the_same_job() -> None:
     path = FOLDER / "never"
     fails(rng, lambda: rng.save(path), LayoutMismatchError, "seed: rank 0 has 50, rank 3 has 51", "Nothing was written")
     rng.seed(50)
+    mine = FOLDER / f"never-{dist.get_rank() // 2}"
+    texts = (f"path: rank 0 has {FOLDER}/never-0, rank 2 has {FOLDER}/never-1", "give all one path")
+    fails(rng, lambda: rng.save(mine), LayoutMismatchError, *texts)
+    assert not mine.exists()
     other = job({"dp": 2, "tp": 2}, STREAMS[:-1] if dist.get_rank() == 1 else STREAMS)
     other.seed(50)
     fails(other, lambda: other.save(path), LayoutMismatchError, "streams: rank 0 has", "rank 1 has")

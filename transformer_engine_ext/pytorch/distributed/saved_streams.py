@@ -64,7 +64,7 @@ def save_streams(path: Any, control: ControlGroup, layout: Layout, snapshot: Sna
     try:
         os.fspath(path)
         header, states = snapshot()
-        belief = _belief(header)
+        belief = _belief(path, header)
         payload = b"S" + _pack(belief, layout, header, states)
     except Exception as error:
         problem, payload = error, b"E" + describe_error(error)
@@ -91,9 +91,11 @@ def save_streams(path: Any, control: ControlGroup, layout: Layout, snapshot: Sna
         raise rebuild_error(outcome["error"].encode(), outcome["rank"], what)
 
 
-def _belief(header: Header) -> str:
+def _belief(path: Any, header: Header) -> str:
     """Return what all ranks must have in common, as text."""
-    return json.dumps({**_declarations(header), "seed": header.seed, "generation": header.generation})
+    # As text, since folders of the same name may be mounted elsewhere on another node: only rank 0 writes.
+    named = os.path.normpath(os.fsdecode(path))
+    return json.dumps({"path": named, **_declarations(header), "seed": header.seed, "generation": header.generation})
 
 
 def _declarations(header: Header) -> dict[str, Any]:
@@ -143,7 +145,7 @@ def _difference(control: ControlGroup, belief: str, rank: int, what: str) -> Exc
     texts = [f"{name}: rank 0 has {mine[name]}, rank {rank} has {theirs.get(name)}" for name in fields]
     return LayoutMismatchError(
         f"the ranks do not save the same things; {'; '.join(texts)}. Nothing was written; build ParallelRNG with the "
-        "same axes, streams and device type on every rank, and seed or load on all of them"
+        "same axes, streams and device type on every rank, seed or load on all of them, and give all one path"
     )
 
 
