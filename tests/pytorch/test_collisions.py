@@ -45,13 +45,17 @@ def test_two_tracked_streams_on_one_seed_collide() -> None:
     audit(specs, ALONE, derivation="fold_in")
 
 
-def test_only_an_equal_declaration_may_share_the_defaults_seed() -> None:
+def test_only_data_parallel_rng_may_share_the_defaults_seed_if_declared_alike() -> None:
     audit(megatron_streams(), Layout.of_product({"pp": 4, "tp": 2}, 0), seed=5)
     meets_it_on_tp_0 = StreamSpec("other", ("pp", "tp"), seed_offset=0)
     with pytest.raises(SeedCollisionError, match=r"'default' \(seed 5\) and 'other' \(seed 5\) on the rank at tp 0 "):
         audit([DEFAULT, meets_it_on_tp_0], Layout.of_product({"tp": 2}, 1), seed=5)
-    twins = [StreamSpec(name, ("pp",), seed_offset=0) for name in ("one", "two")]
-    with pytest.raises(SeedCollisionError, match=r"'one' .* and 'two' "):
+    for name in ("other", "model-parallel-rng"):
+        with pytest.raises(SeedCollisionError, match=f"'default' .* and '{name}' "):
+            audit([DEFAULT, StreamSpec(name, ("pp",), seed_offset=0)], ALONE, seed=5)
+    audit([DEFAULT, StreamSpec("data-parallel-rng", ("pp",), seed_offset=0)], ALONE, seed=5)
+    twins = [StreamSpec(name, ("pp",), seed_offset=0) for name in ("data-parallel-rng", "two")]
+    with pytest.raises(SeedCollisionError, match=r"'two' "):
         audit([DEFAULT, *twins], ALONE, seed=5)
 
 

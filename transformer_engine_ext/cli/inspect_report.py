@@ -14,8 +14,11 @@ import numpy as np
 
 from transformer_engine_ext.cli.inspect_load import Saved
 from transformer_engine_ext.pytorch.distributed.fingerprints import UNKNOWN, Reports, Standing, standing_of
+from transformer_engine_ext.pytorch.distributed.held_streams import CPU_DEFAULT_STREAM
+from transformer_engine_ext.pytorch.distributed.host_states import HOST_STREAMS
 from transformer_engine_ext.pytorch.distributed.mismatches import Fault, find_faults
 from transformer_engine_ext.pytorch.distributed.saved_table import MT19937, PHILOX, engine_of, state_of
+from transformer_engine_ext.pytorch.distributed.streams import DATA_PARALLEL_STREAM, DEFAULT_STREAM
 
 __all__ = ["Group", "Problem", "Report", "StreamReport", "examine", "name_ranks"]
 
@@ -255,11 +258,15 @@ def _collisions(saved: Saved, streams: Sequence[StreamReport]) -> list[Problem]:
     return problems
 
 
+#: Streams that start from the default one's seed by design.
+_FOLLOWERS = {DATA_PARALLEL_STREAM, CPU_DEFAULT_STREAM, *HOST_STREAMS}
+
+
 def _same_by_declaration(saved: Saved, first: str, second: str) -> bool:
     # See Note [Streams that may share a seed]; generators of the host follow the default one by design, too.
     one, other = (next(s for s in saved.header.streams if s["name"] == name) for name in (first, second))
     alike = (one["seed_offset"], set(one["varies_over"])) == (other["seed_offset"], set(other["varies_over"]))
-    return alike and "default" in (first, second)
+    return alike and DEFAULT_STREAM in (first, second) and not {first, second}.isdisjoint(_FOLLOWERS)
 
 
 def name_ranks(ranks: Sequence[int], most: int = 6) -> str:

@@ -13,7 +13,11 @@ import numpy as np
 
 from transformer_engine_ext.errors import SeedCollisionError, SeedCollisionWarning
 from transformer_engine_ext.pytorch.distributed.derivations import SeedTable
-from transformer_engine_ext.pytorch.distributed.streams import StreamSpec
+from transformer_engine_ext.pytorch.distributed.streams import (
+    DATA_PARALLEL_STREAM,
+    DEFAULT_STREAM,
+    StreamSpec,
+)
 from transformer_engine_ext.pytorch.distributed.topology import Layout, describe_place
 
 __all__ = ["audit_seeds"]
@@ -24,9 +28,9 @@ _MOST_LINES = 12
 
 # Note [Streams that may share a seed]
 # Two streams of one rank on one seed draw the same numbers, which is an error, with two exceptions that the systems
-# followed here were built with. Megatron starts the default generator and `data-parallel-rng` from one seed: so the
-# default generator may share its seed with a tracked stream that is *declared* the same (offset and axes); equal by
-# declaration is equal on every rank and visible in the source, whereas families that merely meet on some coordinates
+# followed here were built with. Megatron starts the default generator and `data-parallel-rng` from one seed: so these
+# two may share it, if they are *declared* the same (offset and axes), which is equal on every rank. Any other stream
+# declared like the default one was meant to draw numbers of its own; and families that merely meet on some coordinates
 # are what this check is for. ColossalAI starts tensor-parallel rank 0 of the first stage on the data seed: with its
 # formula, and only the default generator, that is a warning. Two tracked streams never may: the tracker refuses a
 # second stream on one seed too. Streams of different ranks on one seed are a warning: each rank's own numbers are
@@ -103,7 +107,7 @@ def _within_ranks(
 
 def _same_by_declaration(one: StreamSpec, other: StreamSpec, derivation: str) -> bool:
     alike = (one.seed_offset, set(one.varies_over)) == (other.seed_offset, set(other.varies_over))
-    return derivation != "fold_in" and alike and (one.is_default or other.is_default)
+    return derivation != "fold_in" and alike and {one.name, other.name} == {DEFAULT_STREAM, DATA_PARALLEL_STREAM}
 
 
 def _across_ranks(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 __all__ = [
+    "DATA_PARALLEL_STREAM",
     "DEFAULT_STREAM",
     "KNOWN_AXES",
     "StreamSpec",
@@ -20,6 +21,9 @@ __all__ = [
 
 #: Name of the stream that is the device's default generator.
 DEFAULT_STREAM = "default"
+
+#: Name of Megatron's stream that starts from the seed of the default one.
+DATA_PARALLEL_STREAM = "data-parallel-rng"
 
 #: Axis names with a fixed meaning. One that a job's topology lacks counts as an axis of size 1.
 KNOWN_AXES = ("pp", "dp", "cp", "tp", "ep", "etp", "gtp", "egtp")
@@ -156,7 +160,7 @@ def megatron_streams(
     base = ("pp", "dp") if data_parallel_random_init else ("pp",)
     streams = [
         StreamSpec(DEFAULT_STREAM, base, lockstep_over=("tp",), seed_offset=0, is_default=True),
-        StreamSpec("data-parallel-rng", base, lockstep_over=("tp",), seed_offset=0),
+        StreamSpec(DATA_PARALLEL_STREAM, base, lockstep_over=("tp",), seed_offset=0),
         StreamSpec("model-parallel-rng", (*base, "tp"), seed_offset=_MODEL_PARALLEL_OFFSET),
         StreamSpec("expert-parallel-rng", (*base, "ep", "etp"), seed_offset=_EXPERT_PARALLEL_OFFSET),
     ]
