@@ -282,6 +282,43 @@ def test_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert exit_code.value.code == 2
 
 
+@pytest.mark.parametrize("kind", ["a named pipe", "a character device"])
+def test_what_is_no_ordinary_file_is_not_read(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pipe" if kind == "a named pipe" else Path("/dev/zero")
+    if kind == "a named pipe":
+        os.mkfifo(path)
+    code, out, err = inspect(capsys, path)
+    assert (code, out) == (3, "")
+    assert f"this is {kind}; name an ordinary file" in err
+    saved = write(tmp_path / "file", STATES)
+    code, out, err = inspect(capsys, saved, path)
+    assert (code, out) == (3, "")
+    pytest.importorskip("matplotlib")
+    for target, what in ((path, kind), (tmp_path, "a folder")):
+        code, _, err = inspect(capsys, saved, "--plot", target)
+        assert (code, f"cannot draw the streams: this is {what}" in err) == (3, True), err
+
+
+def test_an_empty_list_of_megatrons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"rng_state": []}, tmp_path / "empty.pt")
+    code, _, err = inspect(capsys, tmp_path / "empty.pt")
+    assert (code, "rng_state is Megatron's list of dictionaries" in err) == (3, True), err
+
+
+def test_control_characters_in_names_are_written_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\nb\x1b[31m\u009b [bold]\xe9"
+    streams = (*STREAMS[:3], {**STREAMS[3], "name": name})
+    path, other = (
+        write(tmp_path / file, states, streams) for file, states in (("f", STATES), ("g", broken(s3r0=(500_051, 4))))
+    )
+    for arguments in ((path,), (other,), (path, other)):
+        _, out, _ = inspect(capsys, *arguments)
+        assert "a\\nb\\x1b[31m\\x9b [bold]\xe9" in out
+        assert all(character.isprintable() or character == "\n" for character in out)
+    _, out, _ = inspect(capsys, path, "--json")
+    assert json.loads(out)["report"]["streams"][3]["name"] == name
+
+
 def test_rich_on_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +365,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "file", broken(s0r3=(50, 484)))
     for name in ("out.png", "out.svg"):
         code, _, err = inspect(capsys, path, "--plot", tmp_path / name)
-        assert (code, err) == (1, "")
+        assert (code, err) == (1, f"te-ext inspect: wrote {tmp_path / name}\n")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "matplotlib.pyplot" not in sys.modules
     text = (tmp_path / "out.svg").read_text()

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if arguments.json:
             _print_json(paths, error=str(error))
         else:
-            print(f"te-ext inspect: {error}", file=sys.stderr)
+            print(f"te-ext inspect: {_visible(str(error))}", file=sys.stderr)
         return EXIT_FAILED
     if arguments.json:
         _print_json(paths, report=report.to_json())
@@ -85,6 +85,7 @@ def _draw(report: Any, path: str, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--plot needs matplotlib ({error}): pip install 'transformer-engine-ext[plot]'")
     except ValueError as error:
         parser.error(f"--plot {path}: {error}")
+    print(f"te-ext inspect: wrote {path}", file=sys.stderr)
 
 
 def _print_json(paths: list[str], **fields: Any) -> None:
@@ -100,11 +101,11 @@ _MOST_GROUPS = 8
 
 def _print_report(report: Any, *, shorten: bool) -> None:
     sizes = " x ".join(f"{axis}={size}" for axis, size in report.axes.items()) or "no axes"
-    print(f"{report.path}: {report.kind}")
-    print(f"  {report.ranks} rank{'s' * (report.ranks != 1)}: {sizes}")
+    print(f"{_visible(report.path)}: {report.kind}")
+    print(f"  {report.ranks} rank{'s' * (report.ranks != 1)}: {_visible(sizes)}")
     seed = "not saved" if report.seed is None else str(report.seed)
     again = f", derived anew {report.generation} times since" if report.generation else ""
-    print(f"  seed of the job: {seed}; derivation: {report.derivation}{again}\n")
+    print(f"  seed of the job: {seed}; derivation: {_visible(report.derivation)}{again}\n")
     rows, marked = _rows(report, shorten=shorten)
     if not _print_rich(rows, marked):
         _print_plain(rows)
@@ -134,7 +135,7 @@ def _rows(report: Any, *, shorten: bool) -> tuple[list[tuple[str, ...]], list[bo
         for number, group in enumerate(shown):
             position = f"#{group.digest}" if group.position is None else f"{group.position:,}"
             seed = "-" if group.seed is None else str(group.seed)
-            names = (stream.name, varies) if number == 0 else ("", "")
+            names = (_visible(stream.name), _visible(varies)) if number == 0 else ("", "")
             ranks = "all" if len(group.ranks) == report.ranks else name_ranks(group.ranks, most=4).partition(" ")[2]
             rows.append(("!" if group.marked else "", *names, seed, position, ranks))
             marked.append(group.marked)
@@ -166,13 +167,14 @@ def _print_rich(rows: list[tuple[str, ...]], marked: list[bool]) -> bool:
     try:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         return False
     table = Table()
     for column, heading in enumerate(rows[0]):
         table.add_column(heading, justify="right" if column in (3, 4) else "left", overflow="fold")
     for row, mark in zip(rows[1:], marked[1:], strict=True):
-        table.add_row(*row, style="bold red" if mark else None)
+        table.add_row(*map(Text, row), style="bold red" if mark else None)
     Console().print(table)
     return True
 
@@ -183,7 +185,7 @@ def _print_difference(paths: list[str], difference: Any, *, as_json: bool) -> No
     if as_json:
         _print_json(paths, difference={**difference.to_json(), "equal": not difference})
         return
-    print(f"{paths[0]} -> {paths[1]}")
+    print(_visible(f"{paths[0]} -> {paths[1]}"))
     if not difference:
         print("No difference: every rank's streams stand where they stood.")
         return
@@ -202,7 +204,12 @@ def _fact(value: Any) -> str:
 
 
 def _wrap(text: str, indent: str) -> str:
-    return textwrap.fill(text, _columns(), initial_indent=indent, subsequent_indent=indent + "  ")
+    return textwrap.fill(_visible(text), _columns(), initial_indent=indent, subsequent_indent=indent + "  ")
+
+
+def _visible(text: str) -> str:
+    """Return text whose control characters are written out: names come from a file, and would drive the terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _columns() -> int:

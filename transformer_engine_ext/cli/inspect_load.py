@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformer_engine_ext.errors import StateFormatError
+from transformer_engine_ext.pytorch.distributed.atomic_write import check_target
 from transformer_engine_ext.pytorch.distributed.checkpoint_folder import CheckpointFolder, read_ranks
 from transformer_engine_ext.pytorch.distributed.megatron_checkpoint import is_megatron_folder, read_megatron_rng_state
 from transformer_engine_ext.pytorch.distributed.rng_file import read_header, read_rows
@@ -50,7 +51,7 @@ def load(path: str) -> Saved:
     Raises
     ------
     OSError
-        If it cannot be opened.
+        If it cannot be opened, or is a device or a pipe.
     StateFormatError
         If it holds no streams, or is damaged.
     """
@@ -65,6 +66,7 @@ def load(path: str) -> Saved:
             f"{path}: this folder holds no random-number streams: neither torch.distributed.checkpoint's with a "
             "ParallelRNG in it, nor Megatron's with 'rng_state'"
         )
+    check_target(path, "inspect")  # before anything reads: a pipe would wait, and /dev/zero never end
     if zipfile.is_zipfile(path):
         return _megatron(path)
     header = read_header(path)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from transformer_engine_ext.cli.inspect_report import Report
+from transformer_engine_ext.pytorch.distributed.atomic_write import check_target
 from transformer_engine_ext.pytorch.distributed.saved_table import MT19937, PHILOX
 
 __all__ = ["draw"]
@@ -30,8 +31,9 @@ def draw(report: Report, path: str) -> None:
     ValueError
         If matplotlib does not know the format.
     OSError
-        If the file cannot be written.
+        If the file cannot be written, or is a folder or a device.
     """
+    check_target(path, "draw")
     # Neither pyplot nor a display: only a figure, and what turns it into bytes.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -97,7 +97,7 @@ def _shard_data(item: Any) -> Any:
 
 
 def _plain(rng_state: Any) -> list[dict[str, Any]]:
-    elements = rng_state if isinstance(rng_state, list) else [rng_state]
+    elements = rng_state if isinstance(rng_state, list) and rng_state else [rng_state]  # parse_state refuses []
     return [parse_state([element]).to_dict() for element in elements]
 
 
