@@ -1,6 +1,6 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Worker of test_verify_ranks.py: rank 1 is gone when the others verify."""
+"""Worker of test_verify_ranks.py: rank 2 of 4 is gone when the others verify, one of which has no message for it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from _helpers import PASS_TOKEN
 from transformer_engine_ext.errors import PeerFailureError
 from transformer_engine_ext.pytorch.distributed import ParallelRNG
 
-TIMEOUT = 3.0
+#: So long that no rank may get there: the connections that break tell all of them.
+TIMEOUT = 40.0
 #: What the roll call of the survivors takes, and a busy machine.
-ALLOWANCE = 12.0
+ALLOWANCE = 17.0
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     rng.seed(1)
     rng.verify()
     dist.barrier()
-    if rank == 1:
+    if rank == 2:
         # Without any clean-up, as a killed process; but with exit code 0, or torchrun would end the other ranks.
         print(PASS_TOKEN, flush=True)
         os._exit(0)
@@ -34,8 +35,8 @@ def main() -> None:
     with pytest.raises(PeerFailureError) as caught:
         rng.verify()
     took = time.monotonic() - started
-    assert took < TIMEOUT + ALLOWANCE, took
-    for part in ("verifying the streams", f"rank {rank} of 3", "Rank 1 died or did not answer"):
+    assert took < ALLOWANCE, took
+    for part in ("verifying the streams", f"rank {rank} of 4", "Rank 2 died or did not answer"):
         assert part in str(caught.value), f"{part!r} not in: {caught.value}"
     print(f"rank {rank} knew after {took:.1f} s", PASS_TOKEN, flush=True)
     os._exit(0)  # past a process group whose peers are gone

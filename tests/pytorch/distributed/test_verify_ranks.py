@@ -24,4 +24,4 @@ def test_four_ranks(name: str) -> None:
 
 
 def test_f2_rank_dies_before_verify() -> None:
-    run_distributed("run_verify_dead.py", 3)
+    run_distributed("run_verify_dead.py", 4)

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 # Once its group is gone, a surviving rank answers the roll call within milliseconds.
 _ROLL_CALL_SECONDS = 5.0
+_FIRST_LOOK_SECONDS = 1.0
 
 _T = TypeVar("_T")
 
@@ -63,7 +65,8 @@ _shared = _SharedGroups()
 # time-out belongs to this package instead of being the job's (30 minutes with gloo). A collective on it fails at once
 # where a connection to the dead rank breaks, else when the time-out ends. Whoever fails first destroys its side of the
 # group, so that the ranks that wait for *it* fail too instead of waiting on; then every survivor answers a roll call
-# through the rendezvous store, and those who do not answer are named.
+# through the rendezvous store, and those who do not answer are named. The process that hosts the store waits there
+# until the other survivors have looked.
 class ControlGroup:
     """All ranks of the job, for messages of a few bytes per rank. Every method is a collective call.
 
@@ -77,7 +80,8 @@ class ControlGroup:
     Raises
     ------
     PeerFailureError
-        From every method: if a rank died or did not answer in time.
+        From every method: if a rank died or did not answer in time; up to 5 s, on rank 0 10 s, beyond the time-out,
+        for the roll call.
     RuntimeError
         From every method: if the default process group is another one than when this object was made.
     """
@@ -170,13 +174,19 @@ class ControlGroup:
         try:
             return collective(_shared.get(self.timeout))
         except RuntimeError as error:
+            # The frames of what failed still hold the group: its connections would stay open, and ranks that wait for
+            # this one would wait on.
+            traceback.clear_frames(error.__traceback__)
             raise PeerFailureError(self._explain(what, error)) from error
 
     def _explain(self, what: str, error: RuntimeError) -> str:
         missing = self._roll_call(_shared.drop(self.timeout))
         head = f"{what}: rank {self.rank} of {self.world_size} could not finish the exchange with the other ranks. "
         if missing is None:
-            who = "The rendezvous store is gone too: the process that hosts it (normally rank 0) has died. "
+            who = (
+                "The rendezvous store is gone too: the process that hosts it (normally rank 0) has died, or ended "
+                "after an error of its own. "
+            )
         elif missing:
             names = ", ".join(map(str, missing))
             who = f"{'Rank' if len(missing) == 1 else 'Ranks'} {names} died or did not answer. "
@@ -188,16 +198,32 @@ class ControlGroup:
 
     def _roll_call(self, group_name: str) -> list[int] | None:
         """Return the ranks that do not answer; None if the store does not answer."""
-        keys = [f"transformer_engine_ext/roll_call/{group_name}/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        here, heard = (
+            [f"transformer_engine_ext/roll_call/{group_name}/{word}{rank}" for rank in range(self.world_size)]
+            for word in ("", "heard/")
+        )
+        missing: list[int] | None = None
         try:
             store = dist.distributed_c10d._get_default_store()
-            store.set(keys[self.rank], "here")
-            while not store.check(keys) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+            store.set(here[self.rank], "here")
+            _poll(store, here, _FIRST_LOOK_SECONDS)
+            missing = [rank for rank, key in enumerate(here) if not store.check([key])]
+            _poll(store, [here[rank] for rank in missing], _ROLL_CALL_SECONDS - _FIRST_LOOK_SECONDS)
+            missing = [rank for rank in missing if not store.check([here[rank]])]
+            store.set(heard[self.rank], "heard")
+            if self.rank == 0:
+                # Normally this process hosts the store, so it stays until those that are here have looked, too.
+                _poll(store, [key for rank, key in enumerate(heard) if rank not in set(missing)], _ROLL_CALL_SECONDS)
         except RuntimeError:
-            return None
+            pass  # what was seen before the store went still holds
+        return missing
+
+
+def _poll(store: Any, keys: list[str], seconds: float) -> None:
+    """Wait until all keys are set, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while keys and not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _plausible(size: Tensor, what: str, least: int = 0) -> int:
