@@ -205,6 +205,10 @@ class _Run:
     def start(self, rewound: Rewound) -> None:
         self.rewound = rewound
 
+    def _may_stop(self) -> bool:
+        # See Note [An early stop is audited]
+        return self.rewound is None or self.rewound.may_stop()
+
     # See Note [One recompute per backward pass]
     def __call__(self, tensor: Tensor) -> Tensor:
         saving, number, identity = self.saving, self.count, id(tensor)
@@ -228,12 +232,10 @@ class _Run:
                         f"  saved metadata: {_described(metadata[number])}\n"
                         f"  recomputed metadata: {_described(found)}"
                     )
-        if self.early_stop and self.count == len(saving.places):
-            # See Note [An early stop is audited]
-            if self.rewound is None or self.rewound.may_stop():
-                if saving.clock is not None:
-                    self.stopped_at = saving.clock.get_offset()
-                raise StopRecompute
+        if self.early_stop and self.count == len(saving.places) and self._may_stop():
+            if saving.clock is not None:
+                self.stopped_at = saving.clock.get_offset()
+            raise StopRecompute
         # Not the place: the function may run a backward of its own over the graph of the recompute.
         return tensor
 
