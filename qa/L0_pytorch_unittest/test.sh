@@ -90,6 +90,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_examples.py \
     tests/pytorch/test_fp8_state.py \
     tests/pytorch/test_held_streams.py \
+    tests/pytorch/test_held_streams_cuda.py \
     tests/pytorch/test_megatron_core_seeds.py \
     tests/pytorch/test_messages.py \
     tests/pytorch/test_native.py \
