@@ -74,7 +74,7 @@ def main() -> None:
         tables = derive_table("megatron", specs, 1234, AXES, bits=64)
         columns = np.stack([tables[spec.name].over(list(AXES), places) for spec in specs], axis=1).tolist()
         stages = [fresh_state("mt19937", 1234 + 100 * pp) for pp in range(AXES["pp"])]
-        belief = _belief(header)
+        belief = _belief(path, header)
         received = []
         for rank, seeds in enumerate(columns):
             here = Layout(AXES, dict(zip(AXES, places[rank].tolist(), strict=True)), rank, RANKS)
@@ -89,7 +89,7 @@ def main() -> None:
     received = timed("simulate the other ranks", payloads)
     sizes = {len(payload) for payload in received}
     base = mebibytes("VmHWM")
-    rows: list[Row] = timed("unpack", lambda: _unpack(received, header, len(AXES)))
+    rows: list[Row] = timed("unpack", lambda: _unpack(received, header))
     timed("encode and write", lambda: write_atomically(path, encode(header, rows)))
     found = timed("read the header", lambda: read_header(path))
     assert timed("read one row", lambda: read_row(path, found, 9999)) == rows[9999]

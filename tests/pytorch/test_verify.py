@@ -28,7 +28,7 @@ from transformer_engine_ext.pytorch.distributed.fingerprints import (
     standing_of,
 )
 from transformer_engine_ext.pytorch.distributed.mismatches import find_faults, render
-from transformer_engine_ext.pytorch.distributed.topology import Layout, resolve_topology
+from transformer_engine_ext.pytorch.distributed.topology import Layout, axes_in_order, resolve_topology
 from transformer_engine_ext.pytorch.distributed.verify import judge
 from transformer_engine_ext.pytorch.rng import PhiloxState
 
@@ -86,7 +86,8 @@ def pairs(job: Job) -> Iterator[tuple[str, str, str, int, int]]:
 
 def reports_of(job: Job) -> list[bytes]:
     layouts, streams, standings, _ = job
-    belief = json.dumps({"axes": layouts[0].axes, "streams": streams})
+    axes = layouts[0].axes
+    belief = json.dumps({"axes": {axis: axes[axis] for axis in axes_in_order(axes)}, "streams": streams})
     return [pack_report(belief, *reported) for reported in zip(layouts, standings, strict=True)]
 
 

@@ -173,8 +173,10 @@ def _connectable(output: Tensor, given: Sequence[Tensor]) -> Tensor:
     """Return an output that a node may be set on: a parameter that the function hands out must stay the leaf it is."""
     if not output.requires_grad or any(output is tensor for tensor in given):
         return output
-    # A view, not a detached tensor: autograd refuses to change a custom function's view in place, where the change
-    # would bypass the graph of what it is a view of.
+    if output.grad_fn is not None:  # made with grad enabled inside: its graph must not live on with the output
+        return output.detach()
+    # A parameter, or a view of an argument: not detached, so that autograd refuses to change it in place, which would
+    # bypass the graph of what it shares its memory with.
     return output.view_as(output)
 
 
