@@ -149,3 +149,29 @@ def test_stream_added_in_a_region_and_used_in_a_nested_one(
         outcomes.append(bench.outcome(y))
     assert_one_mask(outcomes[1]["output 0"], outcomes[1]["gradient of x"])
     assert_same_tensors(outcomes[1], outcomes[0], "values")
+
+
+@engines
+def test_stream_that_is_added_once_its_fork_has_failed(device: str, use_reentrant: bool) -> None:
+    """Asking why the fork failed must not use up forward's generator, which the add() behind it is to get."""
+
+    def run(engine: bool | None) -> dict[str, torch.Tensor]:
+        bench = Bench(device, engine)
+
+        def inner(h: torch.Tensor) -> torch.Tensor:
+            with bench.tracker.fork("new"):
+                return bench.gate(drop(h))
+
+        def outer(x: torch.Tensor) -> torch.Tensor:
+            try:
+                with bench.tracker.fork("new"):
+                    x = drop(x)
+            except KeyError:
+                bench.tracker.add("new", 7)
+            return inner(x) if engine is None else te_checkpoint(inner, x, use_reentrant=False)
+
+        y = bench.checkpoint(outer, bench.x)
+        y.sum().backward()
+        return bench.outcome(y)
+
+    assert_same_tensors(run(use_reentrant), run(None), "values")

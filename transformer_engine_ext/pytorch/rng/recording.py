@@ -90,6 +90,10 @@ class Recording:
         """Stop receiving touches."""
         _stack.open.remove(self)
 
+    def born(self, tracker: StreamTable, name: str) -> list[Generator]:
+        """Return the generators that the forward of this recompute made for a stream; none if this is a forward."""
+        return []
+
     def reborn(self, tracker: StreamTable, name: str) -> Generator | None:
         """Return the generator to use for a stream that is being added; None for a new one."""
         return None
@@ -170,7 +174,7 @@ def note_birth(handle: Generator, name: str = "", tracker: StreamTable | None = 
 
 def born_in_forward(tracker: StreamTable, name: str) -> bool:
     """Tell whether an open recompute belongs to a region whose forward added this stream."""
-    return any(recording.reborn(tracker, name) is not None for recording in reversed(_stack.open))
+    return any(recording.born(tracker, name) for recording in _stack.open)
 
 
 def reborn(tracker: StreamTable, name: str) -> Generator | None:

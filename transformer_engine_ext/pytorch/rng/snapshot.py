@@ -245,9 +245,13 @@ class Rewound(Recording):
     # A recompute that adds a stream gets the generator that forward's add() made, started anew, and exit puts back
     # where it stood. So a region nested in this one, whose own recompute may come later, and the tracker name the same
     # generator.
+    def born(self, tracker: StreamTable, name: str) -> list[Generator]:
+        """Return the generators that forward's add() made for a stream, in order."""
+        return [handle for owner, known, handle in self.snapshot.births if owner is tracker and known == name]
+
     def reborn(self, tracker: StreamTable, name: str) -> Generator | None:
         """Return forward's generator for a stream that is being added again; None if forward added none."""
-        born = [handle for owner, known, handle in self.snapshot.births if owner is tracker and known == name]
+        born = self.born(tracker, name)
         if self._reborn is None:
             self._reborn = {}
         used = self._reborn.get((id(tracker), name), 0)
