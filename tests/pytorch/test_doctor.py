@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +104,21 @@ def test_without_matplotlib_the_plot_is_refused_at_once(
     monkeypatch.setattr(doctor_report.importlib.util, "find_spec", lambda name: None)
     assert main(["doctor", "--plot", str(tmp_path / "x.png")]) == 2
     assert "pip install 'transformer-engine-ext[plot]'" in capsys.readouterr().err
+
+
+def test_the_table_of_what_the_doctor_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """The README's columns for PyTorch and DeepSpeed are made by this tool."""
+    table = runpy.run_path(str(REPO / "tests" / "tools" / "mismatch_table.py"))
+    table["main"](["--device", "cpu", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    cells = {tuple(row[:3]): row[4] for row in document["rows"] if row[3] == "eager"}
+    for engine in ("reentrant", "non-reentrant"):
+        ours = [text for key, text in cells.items() if key[:2] == ("transformer_engine_ext", engine)]
+        assert ours == ["0 of 4096"] * len(doctor_probe.STREAMS)
+        assert cells["torch.utils.checkpoint", engine, "default"] == "0 of 4096"
+        tracked = cells["torch.utils.checkpoint", engine, "tracked"]
+        assert re.fullmatch(r"1\d\d\d of 4096, streams moved", tracked)
+    assert document["versions"]["torch"] == torch.__version__
 
 
 @requires_cuda

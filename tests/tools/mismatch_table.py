@@ -1,87 +1,75 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Count gradient elements that belong to another dropout mask than the output, eagerly, on CUDA or CPU.
+"""Count gradient elements that belong to another dropout mask than the output, for what ``te-ext doctor`` leaves out.
 
     python tests/tools/mismatch_table.py [--device cuda] [--json]
 
-One row per engine and kind of stream; one column for this package and, where they can be imported, for
-``transformer_engine.pytorch.checkpoint`` with its own tracker and for ``torch.utils.checkpoint`` (default stream only).
+The doctor's probes, run on this package, on ``torch.utils.checkpoint`` with streams of this package's tracker, and on
+DeepSpeed's checkpoints with DeepSpeed's tracker, where that can be imported. On CUDA also inside CUDA graphs, but for
+DeepSpeed, whose tracker holds byte states. The tables of the README are made of this and of the doctor's output.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import transformer_engine_ext
-from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
-
-N = 4096
-KINDS = ("default", "tracked", "shared", "default and tracked")
-
-
-def _region(tracker: Any, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    def region(x: torch.Tensor) -> torch.Tensor:
-        if kind in ("default", "default and tracked"):
-            x = F.dropout(x, 0.5)
-        if kind == "default":
-            return x
-        with tracker.fork("shared" if kind == "shared" else "model-parallel-rng"):
-            return F.dropout(x, 0.25)
-
-    return region
+from transformer_engine_ext.cli.demo_report import format_table
+from transformer_engine_ext.cli.doctor_probe import MODES, Row, own_subject, probe
+from transformer_engine_ext.integrations.probing import Region, Subject
+from transformer_engine_ext.pytorch import CudaRNGStatesTracker
 
 
-def _tracker(kind: type, device: str) -> Any:
-    tracker = kind(device) if kind is CudaRNGStatesTracker else kind()
-    tracker.add("model-parallel-rng", 1234)
-    states = dict(tracker.get_states())
-    default = torch.default_generator if device == "cpu" else torch.cuda.default_generators[0].graphsafe_get_state()
-    tracker.set_states({**states, "shared": default})
-    return tracker
+def torch_subject(device: str) -> Subject:
+    """Return PyTorch's checkpoint; it knows no tracker, so the streams are of this package's."""
+
+    def checkpoint(region: Region, x: Tensor, reentrant: bool, tracker: Any) -> Tensor:
+        result: Tensor = torch_checkpoint(region, x, use_reentrant=reentrant)
+        return result
+
+    return Subject("torch.utils.checkpoint", checkpoint, lambda: CudaRNGStatesTracker(device))
 
 
-def count(checkpoint: Callable[..., torch.Tensor], tracker_class: type, kind: str, reentrant: bool, device: str) -> str:
-    """Return ``mismatches`` of one case, and whether the default stream stands where an unchecked run leaves it."""
-    draws = []
-    mismatches = 0
-    for checkpointed in (False, True):
-        torch.manual_seed(7)
-        tracker = _tracker(tracker_class, device)
-        x = torch.ones(N, device=device, requires_grad=True)
-        region = _region(tracker, kind)
-        if checkpointed:
-            options = {} if checkpoint is torch_checkpoint else {"get_rng_state_tracker": lambda held=tracker: held}
-            y = checkpoint(region, x, use_reentrant=reentrant, **options)
-        else:
-            y = region(x)
-        torch.rand(5, device=device)  # other work between forward and backward
-        y.backward(torch.ones_like(y))
-        if checkpointed:
-            mismatches = int((y.detach() != x.grad).sum())
-        drawn = [torch.rand(8, device=device)]
-        with tracker.fork("model-parallel-rng"):
-            drawn.append(torch.rand(8, device=device))
-        draws.append(torch.cat(drawn))
-    streams = "" if torch.equal(*draws) else ", streams moved"
-    return f"{mismatches} of {N}{streams}"
+def deepspeed_subject(device: str) -> Subject:
+    """Return DeepSpeed's two checkpoints, which save the streams of DeepSpeed's own tracker."""
+    os.environ.setdefault("DS_ACCELERATOR", device)  # read when it is imported
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    def checkpoint(region: Region, x: Tensor, reentrant: bool, tracker: Any) -> Tensor:
+        engine = checkpointing.checkpoint if reentrant else checkpointing.non_reentrant_checkpoint
+        result: Tensor = engine(region, x)
+        return result
+
+    def new_tracker() -> Any:
+        tracker = checkpointing.get_cuda_rng_tracker()
+        tracker.reset()
+        return tracker
+
+    return Subject("deepspeed", checkpoint, new_tracker, shares=False, captures=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def cell(row: Row) -> str:
+    """Return what came out."""
+    if row.mismatches is None:
+        return row.error
+    return f"{row.mismatches} of {row.of}" + ("" if row.streams_right else ", streams moved")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all probes and print a table, or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    columns: dict[str, tuple[Callable[..., torch.Tensor], type]] = {
-        "this package": (te_checkpoint, CudaRNGStatesTracker)
-    }
+    arguments = parser.parse_args(argv)
     versions = {
         "transformer-engine-ext": transformer_engine_ext.__version__,
         "torch": torch.__version__,
@@ -89,31 +77,26 @@ def main() -> None:
     }
     if arguments.device == "cuda":
         versions["GPU"] = torch.cuda.get_device_name()
-        try:
-            import transformer_engine
-            import transformer_engine.pytorch as te
-        except (ImportError, OSError, AssertionError) as error:
-            versions["transformer-engine"] = f"not importable ({error})"
-        else:
-            versions["transformer-engine"] = transformer_engine.__version__
-            columns["Transformer Engine"] = (te.checkpoint, te.CudaRNGStatesTracker)
-    columns["torch"] = (torch_checkpoint, CudaRNGStatesTracker)
-    rows = [
-        {
-            "engine": "reentrant" if reentrant else "non-reentrant",
-            "stream": kind,
-            **{name: count(*parts, kind, reentrant, arguments.device) for name, parts in columns.items()},
-        }
-        for reentrant in (True, False)
-        for kind in KINDS
-    ]
+    subjects = [own_subject(arguments.device), torch_subject(arguments.device)]
+    try:
+        subjects.append(deepspeed_subject(arguments.device))
+    except (ImportError, OSError) as error:
+        versions["deepspeed"] = f"not importable ({error})"
+    else:
+        import deepspeed
+
+        versions["deepspeed"] = deepspeed.__version__
+    rows = list(probe(subjects, "-", arguments.device))
+    cells = {(row.subject, row.engine, row.stream, row.mode): cell(row) for row in rows}
     if arguments.json:
-        print(json.dumps({"versions": versions, "rows": rows}, indent=1))
+        print(json.dumps({"versions": versions, "rows": [[*key, text] for key, text in cells.items()]}, indent=1))
         return
+    modes = [mode for mode in MODES if any(row.mode == mode for row in rows)]
+    table = [
+        (*key, *(cells.get((*key, mode), "") for mode in modes)) for key in dict.fromkeys(key[:3] for key in cells)
+    ]
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
-    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-    for row in ({key: key for key in rows[0]}, *rows):
-        print("  ".join(row[key].ljust(width) for key, width in widths.items()))
+    print(format_table(("checkpoint", "engine", "stream", *modes), table))
 
 
 if __name__ == "__main__":
