@@ -21,10 +21,21 @@ import matplotlib as mpl
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-COLOURS = {"ours": "#2a7f62", "te": "#76b900", "torch": "#ee4c2c", "plain": "#999999"}
+# Told apart without red and green too: they differ in lightness.
+COLOURS = {"ours": "#1f4e9c", "te": "#76b900", "torch": "#ee6c4d", "plain": "#999999"}
+NAMES = {"ours": "this package", "te": "TE", "torch": "torch"}
+#: What is written on the axis, and in the title, for what a section varies.
+GROWTH = {
+    "streams": ("streams used", "One region, by streams used"),
+    "saved": ("tensors saved", "One region, by tensors saved"),
+    "regions": ("regions per step", "A step, by its regions"),
+}
+# At the width of a README page its letters are about as large as the page's.
+WIDTH, HEIGHT, DPI = 11.0, 3.3, 110
 Result = Mapping[str, Any]
 
 
@@ -50,7 +61,8 @@ def rows(result: Result, **fields: Any) -> list[Mapping[str, Any]]:
 
 def label(side: str) -> str:
     """Return a side's name as the picture says it."""
-    return side.replace("ours", "this package").replace("te ", "TE ").replace("non-reentrant", "non-reentr.")
+    words = [NAMES.get(word, word) for word in side.split()]
+    return " ".join(words).replace("non-reentrant", "non-reentr.")
 
 
 def errors(found: Sequence[Mapping[str, Any]], unit: str) -> list[list[float]]:
@@ -77,26 +89,33 @@ def draw_steps(axes: Any, result: Result, size: str) -> None:
             bar.set_edgecolor("white")
             text += f", masks wrong: {wrong / of:.0%}"
         axes.text(
-            max(row["ms_median"], row["ms_q3"]), bar.get_y() + bar.get_height() / 2, text, va="center", fontsize=7
+            max(row["ms_median"], row["ms_q3"]), bar.get_y() + bar.get_height() / 2, text, va="center", fontsize=8
         )
     axes.set_xlabel("ms per step (forward and backward)")
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlim(right=1.4 * max(row["ms_median"] for row in found))
+    # Room for what is written behind the bars, which is longer where masks are wrong.
+    any_wrong = any(row.get("mask_mismatches") for row in found)
+    axes.set_xlim(right=(2.4 if any_wrong else 1.3) * max(row["ms_median"] for row in found))
     axes.set_title(f"{result['options']['layers']} transformer layers, {size}")
 
 
 def draw_engines(axes: Any, result: Result, device: str) -> None:
     """Draw the overhead of a region that draws from three streams."""
     found = [row for row in rows(result, section="engines", device=device, used=3) if "no rng" not in row["side"]]
-    axes.bar(
-        [row["side"].replace(" ", "\n", 1).replace("non-", "non-\n") for row in found],
+    found = found[::-1]
+    bars = axes.barh(
+        [label(row["side"]) for row in found],
         [row["overhead_us_median"] for row in found],
-        yerr=errors(found, "overhead_us_"),
+        xerr=errors(found, "overhead_us_"),
         color=[COLOURS[family(row["side"])] for row in found],
+        height=0.7,
     )
-    axes.set_ylabel("µs over the bare work")
+    for bar, row in zip(bars, found, strict=True):
+        end = max(row["overhead_us_median"], row["overhead_us_q3"])
+        text = f" {row['overhead_us_median']:,.0f} µs"
+        axes.text(end, bar.get_y() + bar.get_height() / 2, text, va="center", fontsize=8)
+    axes.set_xlabel("µs over the bare work (forward and backward)")
+    axes.set_xlim(right=1.25 * max(row["overhead_us_q3"] for row in found))
     axes.set_title(f"One region, 3 streams used, {device.upper()}")
-    axes.tick_params(axis="x", labelsize=7)
 
 
 def draw_growth(axes: Any, result: Result, section: str, over: str, device: str, **fields: Any) -> None:
@@ -108,12 +127,22 @@ def draw_growth(axes: Any, result: Result, section: str, over: str, device: str,
         points = [row for row in found if row["side"] == side]
         style = "-" if "non-" not in side else "--"
         x, y = [row[over] for row in points], [row["overhead_us_median"] for row in points]
-        axes.plot(x, y, style, marker=".", color=COLOURS[family(side)], label=side)
+        axes.plot(x, y, style, marker=".", color=COLOURS[family(side)], label=label(side))
+    name, title = GROWTH[section]
+    powers(axes, [row[over] for row in found])
+    axes.set_ylim(bottom=min(0.0, *(1.1 * row["overhead_us_median"] for row in found)))
+    axes.set_xlabel(name)
+    axes.set_ylabel("µs over the bare work" + (",\nper region" if section == "regions" else ""))
+    axes.set_title(f"{title}, {device.upper()}")
+    axes.legend(fontsize=8, frameon=False)
+
+
+def powers(axes: Any, values: Sequence[int]) -> None:
+    """Scale the x axis by powers of two, and write what was measured as plain numbers."""
     axes.set_xscale("log", base=2)
-    axes.set_xlabel({"streams": "streams used", "saved": "tensors saved", "regions": "regions per step"}[section])
-    axes.set_ylabel("µs over the bare work" + (" per region" if section == "regions" else ""))
-    axes.set_title(f"Growth, {device.upper()}")
-    axes.legend(fontsize=7)
+    axes.set_xticks(sorted(set(values)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_ranks(axes: Any, result: Result) -> None:
@@ -122,12 +151,15 @@ def draw_ranks(axes: Any, result: Result) -> None:
     for side in dict.fromkeys(row["side"] for row in found):
         points = [row for row in found if row["side"] == side]
         axes.plot([row["ranks"] for row in points], [row["ms_median"] for row in points], marker=".", label=side)
-    axes.set_xscale("log", base=2)
+    powers(axes, [row["ranks"] for row in found])
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("ranks (simulated)")
     axes.set_ylabel("ms")
-    axes.set_title("Streams of a job: seed, save, load")
-    axes.legend(fontsize=7)
+    axes.set_title("Streams of a job, by its ranks")
+    axes.legend(fontsize=8, framealpha=0.8)
 
 
 def panels(results: Mapping[str, Result]) -> list[Callable[[Any], None]]:
@@ -163,14 +195,16 @@ def main(arguments: list[str] | None = None) -> None:
             f"no results to draw in {chosen.results}: run a benchmark with --json {chosen.results}/NAME.json"
         )
     lines = -(-len(drawn) // 2)
-    figure, grid = plt.subplots(lines, 2, figsize=(14, 3.8 * lines), squeeze=False, layout="constrained")
-    for axes, draw in zip(grid.flat, drawn, strict=False):
-        draw(axes)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in list(grid.flat)[len(drawn) :]:
-        axes.set_axis_off()
+    plt.rcParams.update({"font.size": 9, "axes.titlesize": 10})
+    figure = plt.figure(figsize=(WIDTH, HEIGHT * lines), layout="constrained")
+    # Each line is laid out by itself: long names in one leave the axes of another as wide as they can be.
+    for number, part in enumerate(figure.subfigures(lines, 1, squeeze=False)[:, 0]):
+        here = drawn[2 * number : 2 * number + 2]
+        for axes, draw in zip(part.subplots(1, len(here), squeeze=False)[0], here, strict=True):
+            draw(axes)
+            axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle("\n".join(dict.fromkeys(source(result) for result in results.values())), fontsize=8)
-    figure.savefig(chosen.out, dpi=130)
+    figure.savefig(chosen.out, dpi=DPI)
     print(f"written: {chosen.out}")
 
 
