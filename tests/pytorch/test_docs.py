@@ -24,6 +24,7 @@ from _samples import Sample, commands, run_apart, run_sample, samples
 from _source import source_files
 from transformer_engine_ext import errors
 from transformer_engine_ext.cli import main
+from transformer_engine_ext.pytorch.recompute import history
 
 DOCS = REPO / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *REPO.glob("*.md")])
@@ -108,6 +109,54 @@ def modules() -> Iterator[str]:
     for module in pkgutil.walk_packages(transformer_engine_ext.__path__, "transformer_engine_ext."):
         if not module.name.endswith("__main__"):
             yield module.name
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor", "inspect", "run"])
+def test_every_option_and_exit_code_of_a_command_is_described(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "commands.md").read_text()
+    section = re.search(rf"^## te-ext {command}$(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    described = set(re.findall(r"^\| `(-[-\w]+|[A-Z0-9]+)\b", section[1], re.MULTILINE))
+    assert described == set(re.findall(r"^  (?:-h, --help  *)?(-[-\w]+|[A-Z0-9]+)\b", shown, re.MULTILINE)) - {"-h"}
+    column = [row[1:-1].split("|") for row in re.findall(r"^\|.*\|$", page.partition("## Exit codes")[2], re.MULTILINE)]
+    place = [cell.strip() for cell in column[0]].index(f"`{command}`")
+    meanings = {row[0].strip(): row[place].strip() for row in column[2:6]}
+    for code in re.findall(r"(?<=[:,] )([0-3]) ", " ".join(shown.partition("Exit codes")[2].split())):
+        assert meanings[code] not in ("", "\N{EN DASH}"), f"te-ext {command}: exit code {code}"
+
+
+def test_every_command_has_its_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    commands_there = re.findall(r"^    (\w+)  ", shown, re.MULTILINE)
+    assert len(commands_there) >= 4
+    page = (DOCS / "commands.md").read_text()
+    assert re.findall(r"^## te-ext (\w+)$", page, re.MULTILINE) == [
+        name for name in ("demo", "doctor", "inspect", "run") if name in commands_there
+    ]
+    assert len(commands_there) == 4
+    for code in ("129", "130", "141", "143"):
+        assert code in shown
+        assert f"| {code} |" in page
+
+
+def test_links_lead_somewhere() -> None:
+    """Sphinx looks after those between pages; these are the ones that are read in a checkout or on a hosting site."""
+    for page in PAGES:
+        text = re.sub(r"`[^`\n]*`|^```.*?^```$|<!--.*?-->", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", text, re.MULTILINE):
+            link = "".join(target)
+            if not re.match(r"https?://|#", link):
+                assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
+
+
+def test_the_debug_mode_remembers_as_many_runs_as_the_pages_say() -> None:
+    for page in ("environment.md", "debugging.md"):
+        assert f"last {history.LENGTH} runs of regions" in " ".join((DOCS / page).read_text().split())
 
 
 def test_docstring_examples_run() -> None:

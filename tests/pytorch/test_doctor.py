@@ -21,6 +21,7 @@ from _helpers import REPO, requires_cuda
 from _patched import stand_ins
 from transformer_engine_ext.cli import doctor_probe, doctor_report, main
 from transformer_engine_ext.cli.doctor_probe import Row, probe, probe_one
+from transformer_engine_ext.errors import PatchError
 from transformer_engine_ext.integrations.probing import Subject
 
 
@@ -175,6 +176,22 @@ def test_run_patches_a_script_that_is_not_touched(scripts: Path) -> None:
     first, second = done.stdout.splitlines()
     assert first == "__main__ ['--steps', '3', '-m', 'x'] False"
     assert second == "wrong: 0"
+
+
+def test_run_strictly_where_something_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def patch(*, strict: bool) -> None:
+        assert strict
+        raise PatchError("patch(strict=True) could not replace everything")
+
+    monkeypatch.setattr("transformer_engine_ext.integrations.patching.patch", patch)
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('started')")
+    assert main(["run", "--strict", str(script)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("te-ext run: patch(strict=True) could not replace everything\n")
+    assert said.endswith(f"{script} was not started; without --strict it is\n")
 
 
 def test_run_a_module(scripts: Path) -> None:

@@ -13,6 +13,11 @@ from transformer_engine_ext.cli.endings import run_to_an_end
 
 __all__ = ["main"]
 
+_EPILOG = """
+te-ext COMMAND --help tells a command's options and exit codes. What ends one from outside shows as in a shell: 129
+(SIGHUP), 130 (Ctrl-C), 141 (nobody reads the output any more), 143 (SIGTERM).
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``te-ext``.
@@ -25,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit code; 130 after Ctrl-C, 143 after SIGTERM, 141 if nobody reads the output any more.
+        The exit code; 129 after SIGHUP, 130 after Ctrl-C, 141 if nobody reads the output any more, 143 after SIGTERM.
 
     Raises
     ------
@@ -33,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         With code 2 after bad arguments, with 0 after ``--help`` and ``--version``.
     """
     parser = argparse.ArgumentParser(
-        prog="te-ext", description="Activation checkpointing that is exact in its random numbers."
+        prog="te-ext", description="Activation checkpointing that is exact in its random numbers.", epilog=_EPILOG
     )
     parser.add_argument("--version", action="version", version=f"transformer-engine-ext {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

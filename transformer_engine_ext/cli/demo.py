@@ -26,6 +26,10 @@ JSON_VERSION = 1
 EXIT_WRONG = 1
 EXIT_FAILED = 3
 
+_EPILOG = """
+Exit codes: 0 every arm came out as it must, 1 one did not, 2 wrong arguments, 3 a rank died or failed.
+"""
+
 _TITLES = {
     REFERENCE: "no checkpointing",
     "reentrant": "te_checkpoint, reentrant",
@@ -45,7 +49,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="train a tensor-parallel GPT with and without checkpointing and compare every gradient",
-        description=__doc__,
+        description=str(__doc__).replace("``", ""),
+        epilog=_EPILOG,
     )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one"

@@ -25,7 +25,7 @@ JSON_VERSION = 1
 EXIT_FOUND = 1
 EXIT_FAILED = 3
 
-_EPILOG = "exit code: 0 all as declared (two paths: alike), 1 not so, 2 wrong arguments, 3 a path cannot be read"
+_EPILOG = "Exit codes: 0 all as declared (two paths: alike), 1 not so, 2 wrong arguments, 3 a path cannot be read"
 
 
 def add_parser(commands: Any) -> None:
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
         help="show the random-number streams in a saved state, or compare two",
-        description=__doc__,
+        description=str(__doc__).replace("``", ""),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

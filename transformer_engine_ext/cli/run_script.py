@@ -12,7 +12,12 @@ from typing import Any
 
 __all__ = ["add_parser"]
 
+#: Exit code where the script was not started, as for wrong arguments.
+EXIT_UNFIT = 2
+
 _EPILOG = """
+The exit code is the script's own; 2 if there is no such script, or if --strict does not let it start.
+
 Under torchrun: torchrun [options] -m transformer_engine_ext run train.py --its-own-options. Processes that the script
 starts itself are not patched; let it call transformer_engine_ext.patch() in them.
 """
@@ -34,6 +39,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from transformer_engine_ext.errors import PatchError
     from transformer_engine_ext.integrations.patching import patch
 
     script = arguments.script
@@ -41,7 +47,11 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(
             f"no such file: {script}" + ("; with -m it is taken as a module's name" if "/" not in script else "")
         )
-    report = patch(strict=arguments.strict)
+    try:
+        report = patch(strict=arguments.strict)
+    except PatchError as error:
+        print(f"te-ext run: {error}\n{script} was not started; without --strict it is", file=sys.stderr)
+        return EXIT_UNFIT
     if arguments.report:
         print(report, file=sys.stderr)
     # What the script finds is what it would find if Python had started it.
