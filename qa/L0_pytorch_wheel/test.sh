@@ -59,7 +59,7 @@ PYTHONPATH="$STAND_IN" NVTE_EXT_WITH_CSRC=1 python3 -m pip --python "$WORK/build
     error_exit "Failed to build the native wheel"
 unset CXX
 NATIVE="$(echo "$WORK"/native/*.whl)"
-python3 "$QA/check_contents.py" "$SDIST" "$PURE" "$NATIVE" || error_exit "contents"
+python3 "$QA/check_contents.py" "$TE_EXT_PATH" "$SDIST" "$PURE" "$NATIVE" || error_exit "contents"
 
 # Installs one way, and uses what came out from a folder where no checkout is in reach; prints one line.
 function try_way() {
