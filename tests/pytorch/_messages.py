@@ -52,6 +52,8 @@ def case(
     kind: type[BaseException], what: str, where: str, action: str, site: str = ""
 ) -> Callable[[Callable[[Around], object]], Callable[[Around], object]]:
     """Add a row."""
+    if site and not issubclass(kind, Warning):
+        raise TypeError(f"a row has three texts; {site!r} would be the function that warns, and {kind} is no warning")
 
     def add(provoke: Callable[[Around], object]) -> Callable[[Around], object]:
         CASES.append(Case(provoke.__name__, kind, provoke, what, where, action, site))
