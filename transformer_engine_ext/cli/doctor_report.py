@@ -110,7 +110,7 @@ def write_junit(file: Path, rows: list[Row], expect: str | None, untested: list[
 def plot_problem() -> str:
     """Return why pictures cannot be drawn; "" if they can."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "--plot needs matplotlib: pip install 'transformer-engine-ext[plot]'"
+        return "--plot needs matplotlib: pip install matplotlib"
     return ""
 
 

@@ -82,7 +82,7 @@ def _draw(report: Any, path: str, parser: argparse.ArgumentParser) -> None:
     try:
         inspect_plot.draw(report, path)
     except ImportError as error:
-        parser.error(f"--plot needs matplotlib ({error}): pip install 'transformer-engine-ext[plot]'")
+        parser.error(f"--plot needs matplotlib ({error}): pip install matplotlib")
     except ValueError as error:
         parser.error(f"--plot {path}: {error}")
     print(f"te-ext inspect: wrote {path}", file=sys.stderr)
