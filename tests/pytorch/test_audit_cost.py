@@ -23,7 +23,7 @@ def looks(device: str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count how often a stream's position, and its whole value, is read."""
     counts: Counter[str] = Counter()
     backend = get_backend(device)
-    for name in ("position", "read", "write"):
+    for name in ("position", "take", "put", "read", "write"):
         real = getattr(backend, name)
 
         def counted(*args: Any, name: str = name, real: Any = real) -> Any:
@@ -55,10 +55,10 @@ def test_two_looks_per_touched_stream_and_none_at_others(
     looks.clear()
     y = te_checkpoint(region, x, use_reentrant=use_reentrant)
     covered = touched + 1  # and the default stream
-    assert looks == {"read": covered, "position": covered}
+    assert looks == {"take": covered, "position": covered}
     looks.clear()
     y.sum().backward()
-    assert looks == {"read": covered, "position": covered, "write": 2 * covered}
+    assert looks == {"take": covered, "position": covered, "put": 2 * covered}
 
 
 @engines

@@ -270,15 +270,60 @@ def test_aliasing_handles_are_one_stream(kit: Kit) -> None:
     assert torch.equal(kit.backend.read(stream), start)
 
 
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("reseeded", [False, True])
+def test_put_takes_back_what_take_took(kit: Kit, bound: bool, reseeded: bool) -> None:
+    """The cheap form must restore everything that the bytes would: the seed too, and while the stream is bound."""
+    stream = kit.stream(21)
+    torch.randn(5, device=kit.device, generator=stream)
+    token = kit.backend.bind(stream) if bound else None
+    try:
+        value, taken = kit.backend.read(stream), kit.backend.take(stream)
+        assert kit.backend.equal(taken, kit.backend.take(stream))
+        if reseeded:
+            kit.backend.write(stream, kit.backend.read(kit.stream(22)))
+        elif bound:
+            kit.draw()
+        else:
+            torch.randn(5, device=kit.device, generator=stream)
+        assert not kit.backend.equal(taken, kit.backend.take(stream))
+        kit.backend.put(stream, taken)
+        assert torch.equal(kit.backend.read(stream), value)
+        assert kit.backend.equal(taken, kit.backend.take(stream))
+        assert kit.backend.unmoved(taken, kit.backend.position(stream))
+    finally:
+        if bound:
+            kit.backend.unbind(token)
+
+
+@pytest.mark.parametrize("handle", [False, True], ids=["by itself", "to a handle"])
+def test_unwind_forgets_bindings_that_nobody_ends(kit: Kit, handle: bool) -> None:
+    torch.manual_seed(8)
+    first, second, third = kit.stream(21), kit.stream(22), kit.stream(23)
+    outer = kit.backend.bind(first)
+    depth, bound = kit.backend.depth(kit.index), kit.default()
+    tokens = [kit.backend.bind(second), kit.backend.bind(third)]
+    assert kit.backend.depth(kit.index) == depth + 2
+    kit.backend.unwind(kit.index, depth, bound if handle else None)
+    assert kit.backend.depth(kit.index) == depth
+    assert torch.equal(kit.draw(), kit.sequence(21, 7)[0])
+    for token in reversed(tokens):  # ended late after all: too late to matter
+        kit.backend.unbind(token)
+    assert torch.equal(kit.draw(), kit.sequence(21, 7, 7)[1])
+    kit.backend.unbind(outer)
+    kit.backend.unwind(kit.index, 0)
+    assert torch.equal(kit.draw(), kit.sequence(8, 7)[0])
+
+
 def test_positions_differ_exactly_when_the_stream_moved(kit: Kit) -> None:
     stream = kit.stream(21)
-    start, entry = kit.backend.position(stream), kit.backend.read(stream)
+    start, entry = kit.backend.position(stream), kit.backend.take(stream)
     assert kit.backend.same(start, kit.backend.position(stream))
     torch.randn(5, device=kit.device, generator=stream)
     moved = kit.backend.position(stream)
     assert not kit.backend.same(start, moved)
     assert kit.backend.distance(entry, start) != kit.backend.distance(entry, moved)
-    kit.backend.write(stream, entry)
+    kit.backend.put(stream, entry)
     assert kit.backend.same(start, kit.backend.position(stream))
 
 

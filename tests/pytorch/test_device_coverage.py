@@ -74,7 +74,8 @@ class FakeCUDA(devices.CPUBackend):
     def write(self, handle: torch.Generator, value: torch.Tensor) -> None:
         handle.set_state(value)
 
-    position = read
+    take = position = read
+    put = write
 
     def bind(self, handle: torch.Generator) -> None:  # type: ignore[override]
         return None

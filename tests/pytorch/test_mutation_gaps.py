@@ -76,7 +76,7 @@ def test_stream_that_only_the_recompute_adds_is_gone_afterwards(use_reentrant: b
 def test_stream_made_in_a_region_keeps_its_id() -> None:
     """An id that is known needs no noting, so it must not become that of a generator that does."""
     recording = Recording()
-    recording.open()
+    opened = recording.open()
     try:
         handle = torch.Generator()
         note_birth(handle)
@@ -85,7 +85,7 @@ def test_stream_made_in_a_region_keeps_its_id() -> None:
         later = [torch.Generator() for _ in range(50)]
         assert known not in map(id, later)
     finally:
-        recording.close()
+        opened.remove(recording)
 
 
 def test_copied_states_are_what_the_dict_holds_now() -> None:

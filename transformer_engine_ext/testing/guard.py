@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator
@@ -12,12 +12,21 @@ from torch import Generator
 from transformer_engine_ext.pytorch.recompute.hooks import register_region_hook, unregister_region_hook
 from transformer_engine_ext.pytorch.rng import get_all_rng_states
 from transformer_engine_ext.pytorch.rng.coverage import cuda_in_use
-from transformer_engine_ext.pytorch.rng.devices import backend_of, get_backend
+from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of, get_backend
 
 __all__ = ["RNGGuard"]
 
 #: Name, backend, handle and value of a stream.
 _Standing = tuple[str, Any, Generator, Any]
+
+
+class _Binding(NamedTuple):
+    """What a device's default generator is bound to, and over how many other bindings."""
+
+    backend: DeviceBackend
+    device: int
+    handle: Generator
+    depth: int
 
 
 # Note [Recompute costs the stream nothing]
@@ -45,7 +54,7 @@ class RNGGuard:
     def __init__(self) -> None:
         self.recomputes = 0
         self.problems: list[str] = []
-        self._bound: dict[str, Generator] = {}
+        self._bound: dict[str, _Binding] = {}
         self._finished = False
 
     def __enter__(self) -> RNGGuard:
@@ -73,7 +82,7 @@ class RNGGuard:
     def leave_forward(self, memory: dict[str, Any], token: Any) -> None:
         """Do nothing."""
 
-    def enter_recompute(self, memory: dict[str, Any], reentrant: bool) -> tuple[list[_Standing], dict[str, Generator]]:
+    def enter_recompute(self, memory: dict[str, Any], reentrant: bool) -> tuple[list[_Standing], dict[str, _Binding]]:
         """Note where every stream stands."""
         self.recomputes += 1
         return _standings(), _bindings()
@@ -102,34 +111,36 @@ def _standings() -> list[_Standing]:
     for name, handle in get_all_rng_states().items():
         if isinstance(handle, Generator):
             backend = backend_of(handle)
-            found.append((name, backend, handle, backend.read(handle)))
-    for device, handle in _bindings().items():
+            found.append((name, backend, handle, backend.take(handle)))
+    for device, (backend, _, handle, _) in _bindings().items():
         # A bound stream of a tracker is in the list already; two CUDA handles of one stream do no harm.
         if not any(known is handle for _, _, known, _ in found):
-            backend = backend_of(handle)
-            found.append((f"default ({device})", backend, handle, backend.read(handle)))
+            found.append((f"default ({device})", backend, handle, backend.take(handle)))
     return found
 
 
-def _bindings() -> dict[str, Generator]:
-    """Return a handle on the stream that each default generator is bound to."""
-    bound = {"cpu": get_backend("cpu").default(0)}
-    for index in cuda_in_use():
-        bound[f"cuda:{index}"] = get_backend("cuda").default(index)
+def _bindings() -> dict[str, _Binding]:
+    """Return what each default generator is bound to."""
+    places = {"cpu": ("cpu", 0)} | {f"cuda:{index}": ("cuda", index) for index in cuda_in_use()}
+    bound = {}
+    for device, (kind, index) in places.items():
+        backend = get_backend(kind)
+        bound[device] = _Binding(backend, index, backend.default(index), backend.depth(index))
     return bound
 
 
-def _put_back(bound: dict[str, Generator], when: str) -> list[str]:
+def _put_back(bound: dict[str, _Binding], when: str) -> list[str]:
     """Bind the default generators to what they were bound to; return what was in the way."""
     problems = []
-    for device, now in _bindings().items():
+    for device, (backend, index, now, depth) in _bindings().items():
         before = bound.get(device)
-        if before is not None and not _same_stream(before, now):
-            backend = backend_of(before)
+        # A device that was first used in between was bound to its own stream.
+        left = depth > 0 if before is None else not _same_stream(before.handle, now)
+        if left:
             names = [name for name, handle in get_all_rng_states().items() if _same_stream(handle, now)]
             stream = f"stream {names[0]!r}" if names else "another stream"
             problems.append(f"the default generator of {device} was left bound to {stream} {when}")
-            backend.bind(before)
+            backend.unwind(index, *((0,) if before is None else (before.depth, before.handle)))
     return problems
 
 

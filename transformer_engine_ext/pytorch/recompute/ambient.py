@@ -17,16 +17,6 @@ __all__ = ["Ambient", "autocast_cache"]
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
-def _autocast_settings() -> list[_Setting]:
-    accelerator = torch.accelerator.current_accelerator()
-    types = ("cpu",) if accelerator is None or accelerator.type == "cpu" else ("cpu", accelerator.type)
-    found: list[_Setting] = []
-    for kind in types:
-        found.append((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
-        found.append((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)))
-    return found
-
-
 # Note [Another kernel draws other numbers]
 # The fused and the plain attention kernels, and cuDNN's and the native recurrent ones, turn the same random numbers
 # into different masks. Which one runs depends on switches that sdpa_kernel() and cudnn.flags() set for a scope, and a
@@ -42,42 +32,66 @@ _KERNELS = [
     if (read := getattr(torch._C, getter, None)) and (write := getattr(torch._C, setter, None))
 ]
 _settings: list[_Setting] = []
-_reads: list[Callable[[], Any]] = []
-_autocasts = 0  # how many of the settings are those of autocast; they come first
+_accelerator = ""
+_AUTOCASTS = 4  # how many of the settings are those of autocast; they come first
 
 
 def _look_up() -> None:
     """Find the settings, at the first region: the build of torch says nothing of accelerators before."""
-    global _settings, _reads, _autocasts
-    autocast = _autocast_settings()
+    global _settings, _accelerator
+    accelerator = torch.accelerator.current_accelerator()
+    _accelerator = "cpu" if accelerator is None else accelerator.type
+    autocast: list[_Setting] = []
+    for kind in ("cpu", _accelerator):
+        autocast.append((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
+        autocast.append((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)))
     others = [
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
         *_KERNELS,
     ]
-    _settings, _autocasts = [*autocast, *others], len(autocast)
-    _reads = [read for read, _ in _settings]
+    _settings = [*autocast, *others]
+
+
+_enabled, _dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_cached, _default_dtype = torch.is_autocast_cache_enabled, torch.get_default_dtype
+_kernels = [read for read, _ in _KERNELS]
+
+
+def _now() -> list[Any]:
+    """Return the values of the settings, in their order; written out, since two of these run per region."""
+    return [
+        _enabled("cpu"),
+        _dtype("cpu"),
+        _enabled(_accelerator),
+        _dtype(_accelerator),
+        _cached(),
+        _default_dtype(),
+        *[read() for read in _kernels],
+    ]
 
 
 class Ambient:
-    """Settings of the moment of construction."""
+    """Settings of the moment of construction.
 
-    __slots__ = ("_device_mode", "_values")
+    Attributes
+    ----------
+    casts : bool
+        Whether autocast was on for any device type.
+    """
+
+    __slots__ = ("_device_mode", "_values", "casts")
 
     def __init__(self) -> None:
-        if not _reads:
+        if not _settings:
             _look_up()
-        self._values = [read() for read in _reads]
+        self._values = _now()
+        self.casts: bool = self._values[0] or self._values[2]
         self._device_mode = _device_mode() if torch._C._len_torch_function_stack() else None
-
-    @property
-    def casts(self) -> bool:
-        """Whether autocast was on for any device type."""
-        return any(self._values[number] for number in range(0, _autocasts, 2))
 
     def again(self) -> AbstractContextManager[object] | None:
         """Return a context with these settings, or None where they hold already."""
-        now = [read() for read in _reads]
+        now = _now()
         if now == self._values and self._device_mode is None:
             return None
         return self._differing(now)
@@ -86,7 +100,7 @@ class Ambient:
     def _differing(self, now: list[Any]) -> Iterator[None]:
         with ExitStack() as stack:
             # Inside of an autocast scope weight casts are cached until the outermost one ends, which this one may be.
-            if now[:_autocasts] != self._values[:_autocasts]:
+            if now[:_AUTOCASTS] != self._values[:_AUTOCASTS]:
                 torch.autocast_increment_nesting()
                 stack.callback(_end_autocast)
             for (_, write), wanted, present in zip(_settings, self._values, now, strict=True):

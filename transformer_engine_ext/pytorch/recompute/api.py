@@ -112,9 +112,10 @@ def te_checkpoint(
     >>> te_checkpoint(layer, x, use_reentrant=False).sum().backward()
     """
     # See Note [Positional options]
-    args, positional = take_positional_options(function, args, kwargs, stacklevel=3)
-    if positional is not None:
-        distribute_saved_activations, get_rng_state_tracker, tp_group = positional
+    if len(args) > 3:
+        args, positional = take_positional_options(function, args, kwargs, stacklevel=3)
+        if positional is not None:
+            distribute_saved_activations, get_rng_state_tracker, tp_group = positional
     if "get_cuda_rng_tracker" in kwargs:
         get_rng_state_tracker = take_old_keyword(kwargs, get_rng_state_tracker, stacklevel=3)
     run = _outside_of_graphs if torch.compiler.is_compiling() else _checkpoint
@@ -165,9 +166,9 @@ def _checkpoint(
             leave_phase(before)
     packed, tensors = pack_call(args, kwargs)
     tracker = getter() if getter is not None and preserve else None
-    if covers_itself(tracker):
+    if tracker is not None and covers_itself(tracker):
         tracker = None
-    if use_reentrant and any(tensor.requires_grad for tensor in tensors):
+    if use_reentrant and _need_gradients(tensors):
         distributed = _distributed(tensors, group) if distribute else None
         region = Region(function, True, tensors, preserve, tracker, context_fn)
         return run_reentrant(region, args, kwargs, packed, tensors, distributed)
@@ -189,6 +190,10 @@ def _checkpoint(
     region = Region(function, False, tensors, preserve, tracker, context_fn)
     stop = _decides(torch_checkpoint._enable_checkpoint_early_stop, True if early_stop is None else early_stop)
     return run_non_reentrant(region, args, kwargs, packed, tensors, stop, determinism_check == "default", logs)
+
+
+def _need_gradients(tensors: Sequence[Tensor]) -> bool:
+    return any([tensor.requires_grad for tensor in tensors])  # noqa: C419 (a generator costs three times as much)
 
 
 def _decides(setting: bool | None, argument: bool) -> bool:

@@ -100,8 +100,11 @@ def _load_sources() -> None:
 
 def active_hooks() -> tuple[RegionHook, ...]:
     """Return the hooks for a region that starts now."""
-    if _sources or not _asked:
+    if not _asked:
         _load_sources()
+    for module, _ in _sources:
+        if module in sys.modules:
+            _load_sources()
     return _hooks
 
 

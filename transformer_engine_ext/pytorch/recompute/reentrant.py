@@ -33,7 +33,9 @@ from transformer_engine_ext.pytorch.recompute.saved_activations import Distribut
 
 __all__ = ["run_reentrant"]
 
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
+_engine = torch.autograd.Variable._execution_engine
+_run_backward = _engine.run_backward
+_may_recompute = _engine.is_checkpoint_valid
 
 _OTHER_ENGINE = "Use te_checkpoint(..., use_reentrant=False), which supports it"
 
@@ -68,7 +70,7 @@ class _Reentrant(torch.autograd.Function):
         args, kwargs, call.args, call.kwargs = call.args, call.kwargs, (), {}
         versions = [version_of(tensor) for tensor in tensors]
         # See Note [Casts made without grad stay out of the cache]
-        if region.casts:
+        if region.ambient.casts:
             with autocast_cache(False):
                 result = region.forward(args, kwargs)
         else:
@@ -88,12 +90,13 @@ class _Reentrant(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # See Note [The caller's input is spread in place]
         ctx.save_for_backward(*(tensors if call.distributed is None else call.distributed.scatter(tensors)))
-        return tuple([_connectable(output, tensors) for output in outputs])
+        return tuple([_connectable(output, tensors) if output.requires_grad else output for output in outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        _refuse_unsupported(call)
+        if call.changed or torch.is_grad_enabled() or not _may_recompute():
+            _refuse_unsupported(call)
         tensors: Sequence[Tensor] = ctx.saved_tensors
         if call.distributed is not None:
             tensors = call.distributed.gather(tensors)
@@ -131,7 +134,7 @@ class _Reentrant(torch.autograd.Function):
 
 
 def _refuse_unsupported(call: _Call) -> None:
-    if not torch.autograd._is_checkpoint_valid():
+    if not _may_recompute():
         raise ReentrantGradError(
             "Checkpointing is not compatible with .grad(), please use .backward() if possible: a reentrant region "
             f"accumulates parameter gradients in a backward of its own, which torch.autograd.grad and inputs= cannot "
@@ -170,14 +173,18 @@ def _input(tensor: Tensor, needs_grad: bool) -> Tensor:
 
 
 def _connectable(output: Tensor, given: Sequence[Tensor]) -> Tensor:
-    """Return an output that a node may be set on: a parameter that the function hands out must stay the leaf it is."""
-    if not output.requires_grad or any(output is tensor for tensor in given):
+    """Return an output with a gradient so that a node may be set on it: a parameter must stay the leaf that it is."""
+    if any(output is tensor for tensor in given):
         return output
     if output.grad_fn is not None:  # made with grad enabled inside: its graph must not live on with the output
         return output.detach()
     # A parameter, or a view of an argument: not detached, so that autograd refuses to change it in place, which would
     # bypass the graph of what it shares its memory with.
     return output.view_as(output)
+
+
+# Function.apply looks for functorch transforms and binds defaults, about 8 us; its C++ part does the work.
+_raw_apply: Any = super(torch.autograd.Function, _Reentrant).apply
 
 
 def run_reentrant(
@@ -209,20 +216,11 @@ def run_reentrant(
         What the function returned, its tensors connected to the region's node.
     """
     # See Note [A region is independent of its neighbours]
-    call = _Call(region, args, kwargs, packed, distributed)
-    outputs = _apply(call, *tensors)
-    return unpack(call.outputs, outputs)
-
-
-# Function.apply looks for functorch transforms and binds defaults, about 8 us; its C++ part does the work.
-_raw_apply: Any = super(torch.autograd.Function, _Reentrant).apply
-
-
-def _apply(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
     if torch._C._are_functorch_transforms_active():
         raise CheckpointArgumentError(
             "a region cannot run under torch.func transforms (vmap, grad, jvp): they replace the tensors that backward "
             "would need. Call the function directly there, or use torch.autograd with use_reentrant=False"
         )
+    call = _Call(region, args, kwargs, packed, distributed)
     outputs: tuple[Tensor, ...] = _raw_apply(call, *tensors)
-    return outputs
+    return outputs[0] if call.outputs is ONE_TENSOR else unpack(call.outputs, outputs)

@@ -58,12 +58,12 @@ class Region:
     """
 
     __slots__ = (
-        "_ambient",
         "_forward_context",
         "_function",
         "_hooks",
         "_memories",
         "_recompute_context",
+        "ambient",
         "number",  # set in the debug mode only
         "reentrant",
         "snapshot",
@@ -89,15 +89,10 @@ class Region:
                 self._forward_context, self._recompute_context = replaying_draws(
                     self._forward_context, self._recompute_context
                 )
-        self._ambient = Ambient()
+        self.ambient = Ambient()
         self._hooks = active_hooks()
         self._memories: list[dict[str, Any]] = [{} for _ in self._hooks] if self._hooks else []
         self.snapshot = Snapshot(tensors, _module_of(function), tracker) if preserve_rng_state else None
-
-    @property
-    def casts(self) -> bool:
-        """Whether the region's forward runs under autocast."""
-        return self._ambient.casts
 
     def cuda_clock(self) -> torch.Generator | None:
         """Return the default generator whose position tells how far a run has come; None without CUDA."""
@@ -124,7 +119,7 @@ class Region:
         try:
             entered = enter_hooks(self._hooks, self._memories, False, self.reentrant) if self._hooks else None
             if snapshot is not None:
-                snapshot.open()
+                opened = snapshot.open()
             try:
                 if context is None and not debug.ENABLED:
                     return self._function(*args, **kwargs)
@@ -137,7 +132,7 @@ class Region:
                 )
             finally:
                 if snapshot is not None:
-                    snapshot.close()
+                    opened.remove(snapshot)
                 if entered is not None:
                     leave_hooks(entered, False)
         finally:
@@ -171,10 +166,12 @@ class Region:
             try:
                 if self.snapshot is None:
                     return self._call(args, kwargs)[0]
-                with self.snapshot.rewound() as rewound:
+                with Rewound(self.snapshot) as rewound:
                     if started is not None:
                         started(rewound)
                     result, rewound.complete = self._call(args, kwargs, rewound)
+                if rewound.exact:
+                    return result
                 try:
                     audit(rewound)  # See Note [The audit is necessary, not sufficient]
                 except BaseException:
@@ -192,7 +189,7 @@ class Region:
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any], rewound: Rewound | None = None) -> tuple[Any, bool]:
         """Return the function's result, and whether it ran to its end."""
-        ambient, context = self._ambient.again(), self._recompute_context
+        ambient, context = self.ambient.again(), self._recompute_context
         # Not torch.enable_grad: with the other contexts it would cost as much as all of the rewinding.
         grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)

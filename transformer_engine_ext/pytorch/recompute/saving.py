@@ -14,7 +14,7 @@ from torch import Tensor
 from transformer_engine_ext.errors import SavedTensorMismatchError
 from transformer_engine_ext.pytorch.recompute import debug
 from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, unpack_call
-from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs, changed_in_place, version_of
+from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs, changed_in_place
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
 from transformer_engine_ext.pytorch.recompute.region import Region, StopRecompute
 from transformer_engine_ext.pytorch.rng import Rewound
@@ -27,6 +27,8 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _sequence_number = torch._C._autograd._get_sequence_nr
 _graph_task = torch._C._current_graph_task_id
+# torch's GraphExecGroup joins several backward passes into one.
+_exec_group: Callable[[], object] | None = getattr(torch._C, "_get_graph_exec_group", None)
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -129,7 +131,11 @@ class Saving:
         RuntimeError
             If the tensor, or an argument of the region, was changed in place.
         """
-        task = _task()
+        task: object = None if _exec_group is None else _exec_group()
+        if task is None:
+            task = _graph_task()
+            if task == -1:
+                task = object()
         if task not in self.recomputed:
             try:
                 self._recompute(task)
@@ -147,7 +153,7 @@ class Saving:
             ) from None
         # Autograd leaves this check out for tensors that went through hooks. See Note [Parameters must not change in
         # between].
-        if version_of(tensor) != version:
+        if version != (0 if tensor.is_inference() else tensor._version):
             raise changed_in_place("a tensor that the checkpointed function needs for its backward", tensor, version)
         return tensor
 
@@ -221,7 +227,8 @@ class _Run:
         place = saving.places[number]()
         # The graph may have let a place go, by a backward inside the region; then nobody will ask for its tensor.
         if place is not None:
-            version, saved = version_of(tensor), saving.versions.get(number)
+            # version_of, written out: this runs for every saved tensor
+            version, saved = 0 if tensor.is_inference() else tensor._version, saving.versions.get(number)
             place.tensors[self.task] = tensor, saved[1] if saved is not None and saved[0] == identity else version
             metadata = saving.metadata
             if metadata is not None:
@@ -306,16 +313,3 @@ def users_hooks() -> object:
 
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
-
-
-_exec_group: Callable[[], object] | None = getattr(torch._C, "_get_graph_exec_group", None)
-
-
-def _task() -> object:
-    """Return what identifies the present backward pass; torch's GraphExecGroup joins several into one."""
-    if _exec_group is not None:
-        group = _exec_group()
-        if group is not None:
-            return group
-    task: int = _graph_task()
-    return object() if task == -1 else task

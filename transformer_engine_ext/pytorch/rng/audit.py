@@ -7,10 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from transformer_engine_ext.errors import RecomputeMismatchError
-from transformer_engine_ext.pytorch.rng.devices import same_value
+from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, same_value
 from transformer_engine_ext.pytorch.rng.snapshot import Rewound
 
 __all__ = ["audit", "mismatch"]
@@ -44,25 +42,20 @@ def audit(rewound: Rewound) -> None:
     snapshot = rewound.snapshot
     if snapshot.ends is None:  # backward inside the region: forward has not ended, so there is nothing to compare with
         return
-    if rewound.complete and not rewound.streams and not rewound.foreign_reached:
-        # What nearly every recompute comes to: all streams that it used are forward's, and stand where forward ended.
-        for (_, backend, _, _), end, reached in zip(snapshot.streams, snapshot.ends, rewound.reached, strict=True):
-            if not backend.same(end, reached):
-                break
-        else:
-            return
+    if rewound.exact or not (rewound.complete or rewound.streams or rewound.foreign_reached):
+        return
     lines = []
     strays = list(zip(rewound.streams, rewound.strayed, strict=True))
     reached_of = rewound.reached if rewound.complete else ()
     for (name, backend, _, entry), end, reached in zip(snapshot.streams, snapshot.ends, reached_of, strict=False):
         if not backend.same(end, reached) and not (
-            backend.unmoved(entry, reached) and _take_twin(strays, name, entry, end, backend.same)
+            backend.unmoved(entry, reached) and _take_twin(strays, backend, name, entry, end, backend.same)
         ):
             forward, recompute = backend.distance(entry, end), backend.distance(entry, reached)
             lines.append(f"  stream {name!r}: forward drew {forward}, recompute drew {recompute}")
     if not rewound.complete:
         for (name, backend, _, entry), end in zip(snapshot.streams, snapshot.ends, strict=True):
-            _take_twin(strays, name, entry, end, backend.leads_to)
+            _take_twin(strays, backend, name, entry, end, backend.leads_to)
     for (name, backend, _, entry), strayed in strays:
         if not backend.unmoved(entry, strayed):
             moved = backend.distance(entry, strayed)
@@ -79,10 +72,12 @@ def audit(rewound: Rewound) -> None:
 # A region that adopts a generator of its own making, or deep-copies a tracker, does so again in the recompute, with
 # another generator than in forward. It is the same stream if it has the same name, started from the same value and
 # ended at the same position.
-def _take_twin(strays: list[Any], name: str, entry: Tensor, end: Any, fits: Callable[[Any, Any], bool]) -> bool:
+def _take_twin(
+    strays: list[Any], backend: DeviceBackend, name: str, entry: Any, end: Any, fits: Callable[[Any, Any], bool]
+) -> bool:
     """Remove the stream from ``strays`` that is the recompute's twin of a forward's; tell whether there was one."""
-    for number, ((other, _, _, start), reached) in enumerate(strays):
-        if other == name and same_value(start, entry) and fits(reached, end):
+    for number, ((other, its, _, start), reached) in enumerate(strays):
+        if other == name and its is backend and backend.equal(start, entry) and fits(reached, end):
             del strays[number]
             return True
     return False

@@ -18,7 +18,7 @@ from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, get_backen
 
 __all__ = ["Foreign", "cuda_in_use", "default_name", "default_streams"]
 
-Covered = tuple[str, DeviceBackend, Any, Tensor]
+Covered = tuple[str, DeviceBackend, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class _ModuleBackend:
     def write(self, handle: Any, value: Tensor) -> None:
         self._module.set_rng_state(value, handle.device)
 
-    position = read
-    same = unmoved = leads_to = staticmethod(same_value)
+    take = position = read
+    put = write
+    same = equal = unmoved = leads_to = staticmethod(same_value)
 
     def distance(self, entry: Tensor, position: Tensor) -> str:
         return f"state {bytes(position.tolist()).hex()[:32]}..."
@@ -66,6 +67,12 @@ class _ModuleBackend:
         return None
 
     def bound_stream(self, index: int) -> None:
+        return None
+
+    def depth(self, index: int) -> int:
+        return 0
+
+    def unwind(self, index: int, depth: int, handle: Any = None) -> None:
         return None
 
 
@@ -86,7 +93,7 @@ def _other(device: torch.device) -> Covered:
             )
         backend = _others[device.type] = _ModuleBackend(module)
     handle = _other_defaults.setdefault(device, _ModuleDefault(device))
-    return f"default ({device})", backend, handle, backend.read(handle)
+    return f"default ({device})", backend, handle, backend.take(handle)
 
 
 def _module_devices(module: torch.nn.Module | None) -> Iterator[torch.device]:
@@ -108,7 +115,7 @@ def _in_use(index: int) -> bool:
         return True
 
 
-def cuda_in_use() -> Sequence[int]:
+def cuda_in_use() -> tuple[int, ...]:
     """Return the indices of the CUDA devices that this process uses: the current one, and all with a context."""
     if not torch.cuda.is_initialized():
         return ()
@@ -117,7 +124,7 @@ def cuda_in_use() -> Sequence[int]:
     if count == 1:
         return (0,)
     current = torch.cuda.current_device()
-    return [i for i in range(count) if i == current or _in_use(i)]
+    return tuple([i for i in range(count) if i == current or _in_use(i)])
 
 
 def _other_types() -> bool:
@@ -137,7 +144,9 @@ def default_name(index: int) -> str:
 # region's arguments, of its module's parameters and of the tensors in its closure, and cheaper to find than those (a
 # walk over a transformer layer's parameters costs more than the whole snapshot). One process per GPU has one context,
 # however many devices it sees. Other device types are covered where an argument or a parameter lives on one.
-def default_streams(tensors: Sequence[Tensor], module: torch.nn.Module | None) -> list[Covered]:
+def default_streams(
+    tensors: Sequence[Tensor], module: torch.nn.Module | None, in_use: tuple[int, ...]
+) -> list[Covered]:
     """Return the default streams to cover, as ``(name, backend, handle, value)``.
 
     Parameters
@@ -146,6 +155,8 @@ def default_streams(tensors: Sequence[Tensor], module: torch.nn.Module | None) -
         Tensor arguments of the region, nested ones included.
     module : torch.nn.Module or None
         Module that the region calls.
+    in_use : tuple of int
+        What ``cuda_in_use`` returns now.
 
     Returns
     -------
@@ -159,14 +170,17 @@ def default_streams(tensors: Sequence[Tensor], module: torch.nn.Module | None) -
     """
     cpu = get_backend("cpu")
     handle = cpu.default(0)
-    found: list[Covered] = [("default (cpu)", cpu, handle, cpu.read(handle))]
-    for index in cuda_in_use():
+    found: list[Covered] = [("default (cpu)", cpu, handle, cpu.take(handle))]
+    for index in in_use:
         cuda = get_backend("cuda")
         handle = cuda.default(index)
-        found.append((default_name(index), cuda, handle, cuda.read(handle)))
-    others = [tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_cuda or tensor.is_meta)]
-    if others or _other_types():
-        for device in dict.fromkeys((*others, *_module_devices(module))):
+        found.append((default_name(index), cuda, handle, cuda.take(handle)))
+    others = False
+    for tensor in tensors:
+        if not (tensor.is_cpu or tensor.is_cuda or tensor.is_meta):
+            others = True
+    if others or (not in_use and _other_types()):  # an accelerator is CUDA or something else, and stays that
+        for device in dict.fromkeys((*(tensor.device for tensor in tensors), *_module_devices(module))):
             if device.type not in ("cpu", "cuda", "meta"):
                 found.append(_other(device))
     return found

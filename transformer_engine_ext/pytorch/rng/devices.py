@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from transformer_engine_ext.errors import UnsupportedDeviceError
-from transformer_engine_ext.pytorch.rng.state import MT19937State, count_words, decode_state, offset_word
+from transformer_engine_ext.pytorch.rng.state import MT19937State, PhiloxState, count_words, decode_state, philox_words
 
 __all__ = ["CPUBackend", "CUDABackend", "DeviceBackend", "backend_of", "device_index", "get_backend", "same_value"]
 
@@ -34,6 +34,16 @@ class DeviceBackend(Protocol):
     def write(self, handle: Generator, value: Tensor) -> None:
         """Write a value into the stream in place; the handle stays the same object."""
 
+    # See Note [A recording keeps the cheapest form]
+    def take(self, handle: Generator) -> Any:
+        """Return the stream's value in the form that is cheapest to take and to put back."""
+
+    def put(self, handle: Generator, taken: Any) -> None:
+        """Write what ``take`` returned into the stream in place."""
+
+    def equal(self, first: Any, second: Any) -> bool:
+        """Tell whether two taken values are equal."""
+
     def position(self, handle: Generator) -> Any:
         """Return something cheap that differs whenever the stream has moved."""
 
@@ -43,11 +53,11 @@ class DeviceBackend(Protocol):
     def leads_to(self, here: Any, end: Any) -> bool:
         """Tell whether draws, or none, can move a stream from one position to another."""
 
-    def unmoved(self, entry: Tensor, position: Any) -> bool:
-        """Tell whether ``position`` is that of the value ``entry``."""
+    def unmoved(self, entry: Any, position: Any) -> bool:
+        """Tell whether ``position`` is that of the taken value ``entry``."""
 
-    def distance(self, entry: Tensor, position: Any) -> str:
-        """Describe how far ``position`` lies behind the value ``entry``, for messages."""
+    def distance(self, entry: Any, position: Any) -> str:
+        """Describe how far ``position`` lies behind the taken value ``entry``, for messages."""
 
     def new_stream(self, seed: int, index: int) -> Generator:
         """Return a new stream at the start of ``seed``."""
@@ -61,8 +71,22 @@ class DeviceBackend(Protocol):
     def bound_stream(self, index: int) -> Generator | None:
         """Return the stream that ``bind`` made the default generator's; None where that has its own."""
 
+    def depth(self, index: int) -> int:
+        """Return how many bindings of the default generator are open."""
 
-_compare = ctypes.CDLL(None).memcmp
+    def unwind(self, index: int, depth: int, handle: Generator | None = None) -> None:
+        """Forget the bindings above ``depth`` and bind ``handle``, or what the lowest of them was made over."""
+
+
+# Note [A recording keeps the cheapest form]
+# Regions take and put back values all the time, files and users do so rarely. The 16 bytes of a CUDA stream's value
+# cost a tensor (1.7 us); its seed and offset as two integers cost 0.7 us. So there are two forms: ``read`` and
+# ``write`` use the bytes, which are what Transformer Engine, Megatron-core and torch exchange, ``take`` and ``put``
+# whatever is cheapest. Only what ``take`` gave may be ``put``.
+
+
+# PyDLL: letting go of the interpreter's lock costs more than comparing 5 KB.
+_compare = ctypes.PyDLL(None).memcmp
 _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -128,8 +152,9 @@ class CPUBackend:
         else:
             handle.set_state(value)
 
-    position = read
-    same = unmoved = staticmethod(same_value)
+    take = position = read
+    put = write
+    same = equal = unmoved = staticmethod(same_value)
 
     def leads_to(self, here: Tensor, end: Tensor) -> bool:
         if same_value(here, end):
@@ -174,6 +199,15 @@ class CPUBackend:
     def bound_stream(self, index: int = 0) -> Generator | None:
         return None if self._bound is self._default else self._bound
 
+    def depth(self, index: int = 0) -> int:
+        return len(self._open)
+
+    def unwind(self, index: int, depth: int, handle: Generator | None = None) -> None:
+        bindings = self._open[depth:]
+        del self._open[depth:]
+        if handle is not None or bindings:
+            self._swap(handle if handle is not None else bindings[0][0])
+
     def unbind(self, token: list[Generator] | None) -> None:
         back = None if token is None else _end_binding(self._open, token)
         if back is not None:
@@ -198,11 +232,30 @@ class CUDABackend:
     def write(self, handle: Generator, value: Tensor) -> None:
         handle.set_state(value)
 
+    # Seed and offset can neither be read nor written one by one during capture; the bytes can.
+    def take(self, handle: Generator) -> tuple[int, int]:
+        try:
+            return handle.initial_seed(), handle.get_offset()
+        except RuntimeError:
+            return philox_words(handle.get_state())
+
+    def put(self, handle: Generator, taken: tuple[int, int]) -> None:
+        seed, offset = taken
+        try:
+            if handle.initial_seed() != seed:
+                handle.manual_seed(seed)
+            handle.set_offset(offset)
+        except RuntimeError:
+            handle.set_state(PhiloxState(seed, offset).to_tensor())
+
+    def equal(self, first: tuple[int, int], second: tuple[int, int]) -> bool:
+        return first == second
+
     def position(self, handle: Generator) -> int:
         try:
             offset: int = handle.get_offset()
-        except RuntimeError:  # refused during capture, where the state can still be read
-            return offset_word(handle.get_state())
+        except RuntimeError:
+            return philox_words(handle.get_state())[1]
         return offset
 
     def same(self, first: int, second: int) -> bool:
@@ -211,11 +264,11 @@ class CUDABackend:
     def leads_to(self, here: int, end: int) -> bool:
         return here <= end
 
-    def unmoved(self, entry: Tensor, position: int) -> bool:
-        return offset_word(entry) == position
+    def unmoved(self, entry: tuple[int, int], position: int) -> bool:
+        return entry[1] == position
 
-    def distance(self, entry: Tensor, position: int) -> str:
-        start = offset_word(entry)
+    def distance(self, entry: tuple[int, int], position: int) -> str:
+        start = entry[1]
         moved = (
             "back (it was re-seeded or set)" if position < start else f"{position - start} random numbers per thread"
         )
@@ -231,13 +284,23 @@ class CUDABackend:
         index = device_index(handle)
         default = torch.cuda.default_generators[index]
         binding = [default.graphsafe_get_state(), handle]
+        default.graphsafe_set_state(handle)  # first: where it raises there is nothing to end
         self._open.setdefault(index, []).append(binding)
-        default.graphsafe_set_state(handle)
         return index, binding
 
     def bound_stream(self, index: int) -> Generator | None:
         bindings = self._open.get(index)
         return bindings[-1][1] if bindings else None
+
+    def depth(self, index: int) -> int:
+        return len(self._open.get(index, ()))
+
+    def unwind(self, index: int, depth: int, handle: Generator | None = None) -> None:
+        bindings = self._open.get(index, [])[depth:]
+        if bindings:
+            del self._open[index][depth:]
+        if handle is not None or bindings:
+            torch.cuda.default_generators[index].graphsafe_set_state(handle if handle is not None else bindings[0][0])
 
     def unbind(self, token: tuple[int, list[Generator]]) -> None:
         index, binding = token
@@ -254,7 +317,9 @@ def _end_binding(open_bindings: list[list[Generator]], binding: list[Generator])
     if open_bindings and open_bindings[-1] is binding:
         open_bindings.pop()
         return binding[0]
-    place = next(number for number, other in enumerate(open_bindings) if other is binding)
+    place = next((number for number, other in enumerate(open_bindings) if other is binding), None)
+    if place is None:  # unwound
+        return None
     above = open_bindings[place + 1 : place + 2]
     del open_bindings[place]
     if not above:  # another thread has ended its binding in this moment

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from torch import Generator, Tensor
+from torch import Generator
 
 from transformer_engine_ext.pytorch.rng.capture import capturing, require_registered
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of
@@ -39,8 +39,8 @@ class StreamTable(Protocol):
     seeds_: set[int]
 
 
-#: What to call a stream in messages, its backend, its handle, and its value (``uint8``, CPU) at one moment.
-Stream = tuple[str, DeviceBackend, Generator, Tensor]
+#: What to call a stream in messages, its backend, its handle, and its value at one moment, as the backend takes it.
+Stream = tuple[str, DeviceBackend, Generator, Any]
 
 
 class _Stack(threading.local):
@@ -77,18 +77,16 @@ class Recording:
         self.births: tuple[tuple[StreamTable | None, str, Generator], ...] = ()
         self.tables: tuple[tuple[StreamTable, dict[str, Generator], set[int]], ...] = ()
 
-    def record(self, name: str, backend: DeviceBackend, handle: Generator, value: Tensor) -> None:
+    def record(self, name: str, backend: DeviceBackend, handle: Generator, value: Any) -> None:
         """Note one stream; the handle is kept alive, so that its ``id`` stays its own."""
         self.known.add(id(handle))
         self.streams.append((name, backend, handle, value))
 
-    def open(self) -> None:
-        """Receive the touches of this thread from now on."""
-        _stack.open.append(self)
-
-    def close(self) -> None:
-        """Stop receiving touches."""
-        _stack.open.remove(self)
+    def open(self) -> list[Recording]:
+        """Receive the touches of this thread from now on, until removed from the list that this returns."""
+        opened = _stack.open
+        opened.append(self)
+        return opened
 
     def born(self, tracker: StreamTable, name: str) -> list[Generator]:
         """Return the generators that the forward of this recompute made for a stream; none if this is a forward."""
@@ -104,7 +102,7 @@ class Recording:
 
     def read(self) -> list[Stream]:
         """Return the noted streams with the values that they have now."""
-        return [(name, backend, handle, backend.read(handle)) for name, backend, handle, _ in self.streams]
+        return [(name, backend, handle, backend.take(handle)) for name, backend, handle, _ in self.streams]
 
     @staticmethod
     def rewind(streams: Sequence[Stream]) -> None:
@@ -113,7 +111,7 @@ class Recording:
         # Two handles can share one CUDA state (a second name for the default stream, say). Their values were noted at
         # different moments, and only the earliest is the one at entry, so it must be written last.
         for _, backend, handle, value in reversed(streams):
-            backend.write(handle, value)
+            backend.put(handle, value)
 
 
 # Note [First touch]
@@ -145,7 +143,7 @@ def touch(name: str, handle: Generator) -> None:
             backend = backend_of(handle)
             if backend.device_type == "cuda" and capturing():
                 require_registered(name, handle)
-            value = backend.read(handle)
+            value = backend.take(handle)
         recording.record(name, backend, handle, value)
 
 

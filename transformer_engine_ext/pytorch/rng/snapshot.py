@@ -18,7 +18,6 @@ from transformer_engine_ext.pytorch.rng.coverage import Foreign, cuda_in_use, de
 from transformer_engine_ext.pytorch.rng.devices import backend_of, same_value
 from transformer_engine_ext.pytorch.rng.native import warm_up
 from transformer_engine_ext.pytorch.rng.recording import Recording, Stream, StreamTable
-from transformer_engine_ext.pytorch.rng.state import PhiloxState, offset_word
 
 __all__ = ["Rewound", "Snapshot"]
 
@@ -43,21 +42,23 @@ class Snapshot(Recording):
         If ``tracker`` is no tracker, or holds something that is no stream.
     """
 
-    __slots__ = ("bound", "captured", "cuda_ready", "ends", "foreign", "foreign_ends", "words")
+    __slots__ = ("bound", "captured", "cuda_ready", "ends", "foreign", "foreign_ends", "in_use", "words")
 
     def __init__(
         self, tensors: Sequence[Tensor], module: torch.nn.Module | None = None, tracker: object | None = None
     ) -> None:
-        super().__init__()
+        self.births = self.tables = ()
         self.ends: list[Any] | None = None
         self.foreign_ends: dict[str, Tensor] = _NO_STATES
-        self.cuda_ready = torch.cuda.is_initialized()
-        self.captured = self.cuda_ready and torch.cuda.is_current_stream_capturing()
+        self.cuda_ready = self.captured = False
         self.words: SavedWords | None = None
-        if self.cuda_ready:
+        self.in_use = cuda_in_use()
+        if self.in_use:
+            self.cuda_ready = True
+            self.captured = torch.cuda.is_current_stream_capturing()
             warm_up()
-        self.streams = default_streams(tensors, module)
-        self.known = {id(handle) for _, _, handle, _ in self.streams}
+        self.streams = default_streams(tensors, module, self.in_use)
+        self.known = {id(stream[2]) for stream in self.streams}
         # Note [Binding follows the region]
         # A region may be called inside a fork. Its "default" draws then belong to the forked stream, so the recompute,
         # which usually runs outside that fork, binds the default generator to the stream it was bound to at entry.
@@ -67,7 +68,7 @@ class Snapshot(Recording):
             self.foreign = Foreign(tracker)
             for name, handle in self.foreign.generators():
                 backend = backend_of(handle)
-                self.record(name, backend, handle, backend.read(handle))
+                self.record(name, backend, handle, backend.take(handle))
 
     def finish(self) -> None:
         """Note where every covered stream stands at the end of forward; the audit compares with it.
@@ -78,7 +79,17 @@ class Snapshot(Recording):
             If a CUDA device was first used inside the region, so that its generator was not covered at entry.
         """
         # See Note [Which devices are covered]
-        for index in cuda_in_use():
+        in_use = cuda_in_use()
+        if in_use != self.in_use:
+            self._refuse_new_devices(in_use)
+        self.ends = [backend.position(handle) for _, backend, handle, _ in self.streams]
+        if self.foreign is not None:
+            self.foreign_ends = self.foreign.positions()
+        if self.captured:
+            self.words = self.save_words()
+
+    def _refuse_new_devices(self, in_use: Sequence[int]) -> None:
+        for index in in_use:
             if not any(name == default_name(index) for name, _, _, _ in self.streams):
                 touch = "torch.cuda.init()" if not self.cuda_ready else f"torch.empty(1, device='cuda:{index}')"
                 raise UnsupportedDeviceError(
@@ -86,11 +97,6 @@ class Snapshot(Recording):
                     "its default generator at the region's entry is unknown. Touch the device before the first region, "
                     f"for example with {touch}"
                 )
-        self.ends = self.positions()
-        if self.foreign is not None:
-            self.foreign_ends = self.foreign.positions()
-        if self.captured:
-            self.words = self.save_words()
 
     def save_words(self) -> SavedWords:
         """Keep the device words of the streams that have moved, by one node of the graph under capture."""
@@ -115,12 +121,11 @@ class Snapshot(Recording):
                 continue
             saved = words.get(id(handle))
             if saved is None:  # the region did not use it: it stays where it is
-                twin.streams[i] = name, backend, handle, backend.read(handle)
+                twin.streams[i] = name, backend, handle, backend.take(handle)
                 if ends is not None:
                     ends[i] = backend.position(handle)
             else:
-                state = PhiloxState(saved.seed, saved.offset + offset_word(value))
-                twin.streams[i] = name, backend, handle, state.to_tensor()
+                twin.streams[i] = name, backend, handle, (saved.seed, saved.offset + value[1])
                 if ends is not None:
                     ends[i] += saved.offset
         twin.ends = ends
@@ -132,9 +137,9 @@ class Snapshot(Recording):
         for _, backend, handle, value in reversed(streams):
             if backend.device_type == "cuda":
                 # The seed is in the device words; the host may have another one by now, and may not change it.
-                set_host_offset(handle, offset_word(value))
+                set_host_offset(handle, value[1])
             else:
-                backend.write(handle, value)
+                backend.put(handle, value)
 
     def rewound(self) -> Rewound:
         """Return a context in which all covered streams stand where they stood at the region's entry."""
@@ -151,6 +156,8 @@ class Rewound(Recording):
     ----------
     complete : bool
         Set to False by the engine when it stopped the recompute early, after ``may_stop`` allowed it.
+    exact : bool
+        Whether a recompute that ran to its end used forward's streams only, and left all where forward did.
     reached, strayed : sequence
         Where the snapshot's streams, and the streams that only the recompute touched, stood when it ended.
     """
@@ -160,13 +167,15 @@ class Rewound(Recording):
     # Exit undoes it in this order: streams that only the recompute touched, the covered ones, sets of streams, foreign
     # trackers, and last the binding of the default generators. Each step runs even if another fails, so a recompute
     # that raises leaves no trace, and one that does not leaves every stream where it would stand without it.
-    __slots__ = ("_reborn", "_undo", "complete", "foreign_reached", "reached", "snapshot", "strayed")
+    __slots__ = ("_reborn", "_undo", "complete", "exact", "foreign_reached", "reached", "snapshot", "strayed")
 
     def __init__(self, snapshot: Snapshot) -> None:
-        super().__init__()
+        self.streams = []
+        self.known = snapshot.known.copy()
+        self.births = self.tables = ()
         self.snapshot = snapshot
-        self.known = set(snapshot.known)
         self.complete = True
+        self.exact = False
         self.reached: Sequence[Any] = ()
         self.strayed: Sequence[Any] = ()
         self.foreign_reached: dict[str, Tensor] = _NO_STATES
@@ -176,20 +185,14 @@ class Rewound(Recording):
     def __enter__(self) -> Rewound:
         snapshot, undo = self.snapshot, self._undo
         now = snapshot.cuda_ready and torch.cuda.is_current_stream_capturing()
-        if now and not snapshot.captured:
-            raise UnsupportedCaptureError(
-                "the backward of a checkpointed region is being captured into a CUDA graph, and its forward ran "
-                "outside of any graph: every replay would recompute with the random numbers of that one forward. "
-                "Capture the forward too (torch.cuda.make_graphed_callables does), or run this backward eagerly"
-            )
-        if snapshot.captured and not now:
-            snapshot = self.snapshot = snapshot.read_back()
-        self.open()
-        undo.append((self.close, ()))
+        if now is not snapshot.captured:
+            snapshot = self._on_the_other_side(now)
+        undo.append((self.open().remove, (self,)))
         try:
+            streams = snapshot.streams
             for i in range(snapshot.bound):
                 # See Note [Binding follows the region]
-                _, backend, handle, _ = snapshot.streams[i]
+                _, backend, handle, _ = streams[i]
                 token = backend.bind(handle)
                 if token is not None:
                     undo.append((backend.unbind, (token,)))
@@ -199,36 +202,57 @@ class Rewound(Recording):
                 undo.append((_set_table, (tracker, tracker._states, tracker.seeds_)))
                 _set_table(tracker, dict(states), set(seeds))
             # See Note [A bound CPU stream lives in the default generator]
-            live = snapshot.read()
+            live = [(name, backend, handle, backend.take(handle)) for name, backend, handle, _ in streams]
             # See Note [The earliest value wins]
             undo.append((snapshot.rewind, (live,)))
             if now:
                 words = snapshot.words or snapshot.save_words()
                 undo.append((words.restore, (words.rewind(),)))
-                snapshot.rewind_within(snapshot.streams)
+                snapshot.rewind_within(streams)
             else:
-                snapshot.rewind(snapshot.streams)
+                for _, backend, handle, value in reversed(streams):
+                    backend.put(handle, value)
         except BaseException:
             self._restore()
             raise
         return self
 
+    def _on_the_other_side(self, captures: bool) -> Snapshot:
+        """Return what to rewind to where the forward was captured and this run is not; refuse the reverse."""
+        if captures:
+            raise UnsupportedCaptureError(
+                "the backward of a checkpointed region is being captured into a CUDA graph, and its forward ran "
+                "outside of any graph: every replay would recompute with the random numbers of that one forward. "
+                "Capture the forward too (torch.cuda.make_graphed_callables does), or run this backward eagerly"
+            )
+        self.snapshot = self.snapshot.read_back()
+        return self.snapshot
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and self.snapshot.ends is not None:
-                if self.streams:
-                    self.strayed = self.positions()
+            ends = self.snapshot.ends
+            if kind is None and ends is not None:
                 if self.complete:
                     self._look()
+                if self.streams:
+                    self.strayed = self.positions()
+                elif self.complete and not self.foreign_reached:
+                    # What nearly every recompute comes to: forward's streams and no other, where forward ended.
+                    for (_, backend, _, _), end, reached in zip(self.snapshot.streams, ends, self.reached, strict=True):
+                        if not backend.same(end, reached):
+                            break
+                    else:
+                        self.exact = True
         finally:
             self._restore()
 
     def _restore(self) -> None:
         # See Note [Restore on every exit]
         undo = self._undo
-        undo.extend([(_set_table, table) for table in self.tables])
+        for table in self.tables:
+            undo.append((_set_table, table))
         if self.streams:
             undo.append((self.rewind, (self.streams,)))
         failed: BaseException | None = None
@@ -260,7 +284,7 @@ class Rewound(Recording):
         self._reborn[id(tracker), name] = used + 1
         handle = born[used]
         backend = backend_of(handle)
-        self._undo.append((backend.write, (handle, backend.read(handle))))
+        self._undo.append((backend.put, (handle, backend.take(handle))))
         return handle
 
     # Note [An early stop is audited]
@@ -281,7 +305,7 @@ class Rewound(Recording):
         return all(name in foreign and same_value(foreign[name], end) for name, end in self.foreign_reached.items())
 
     def _look(self) -> None:
-        self.reached = self.snapshot.positions()
+        self.reached = [backend.position(handle) for _, backend, handle, _ in self.snapshot.streams]
         if self.snapshot.foreign is not None:
             self.foreign_reached = self.snapshot.foreign.positions()
 

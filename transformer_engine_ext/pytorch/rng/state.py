@@ -22,7 +22,7 @@ __all__ = [
     "PhiloxState",
     "count_words",
     "decode_state",
-    "offset_word",
+    "philox_words",
     "set_offset_word",
 ]
 
@@ -130,9 +130,10 @@ class MT19937State:
 
 # Read and written as bytes, by no torch operator: a dispatch mode of the user's (a selective policy, say) may be
 # watching operators while this package looks at a state, and must not see any of ours.
-def offset_word(value: Tensor) -> int:
-    """Return the offset word of a 16-byte philox state (``uint8``, CPU, contiguous)."""
-    return int.from_bytes(ctypes.string_at(value.data_ptr() + 8, 8), "little")
+def philox_words(value: Tensor) -> tuple[int, int]:
+    """Return seed and offset of a 16-byte philox state (``uint8``, CPU, contiguous)."""
+    seed, offset = struct.unpack("<QQ", ctypes.string_at(value.data_ptr(), 16))
+    return seed, offset
 
 
 def set_offset_word(value: Tensor, offset: int) -> None:
