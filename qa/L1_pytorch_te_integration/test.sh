@@ -37,9 +37,11 @@ export NVTE_EXT_FAIL_WITHOUT_CUDA=1
 
 QA="$TE_EXT_PATH/qa/L1_pytorch_te_integration"
 export PYTHONPATH="$TE_EXT_PATH:$QA${PYTHONPATH:+:$PYTHONPATH}"
-# As Transformer Engine's own script runs them. PYTEST_ARGS: say, "-n 4" with pytest-xdist.
+# As Transformer Engine's own script runs them. PYTEST_ARGS: say, "-n 4" with pytest-xdist; it is left out where tests
+# write into one file. Their settings, not those of this repository: no pyproject.toml is read.
 export PYTORCH_JIT=0 NVTE_TORCH_COMPILE=0 NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 NVTE_FUSED_ATTN=0
 : ${PYTEST_ARGS:=}
+SETTINGS="-c /dev/null --rootdir $TE_TESTS -p no:cacheprovider"
 
 set -x
 
@@ -47,15 +49,15 @@ set -x
 function both_ways() { # name, then what to run
     name="$1"
     shift
-    python3 -m pytest --tb=short $PYTEST_ARGS --junitxml=$XML_LOG_DIR/te_${name}_unpatched.xml "$@"
-    python3 -m pytest --tb=short $PYTEST_ARGS --junitxml=$XML_LOG_DIR/te_${name}_patched.xml -p patch_plugin "$@"
+    python3 -m pytest --tb=short $SETTINGS --junitxml=$XML_LOG_DIR/te_${name}_unpatched.xml "$@"
+    python3 -m pytest --tb=short $SETTINGS --junitxml=$XML_LOG_DIR/te_${name}_patched.xml -p patch_plugin "$@"
     python3 "$QA/compare_junit.py" $XML_LOG_DIR/te_${name}_unpatched.xml $XML_LOG_DIR/te_${name}_patched.xml ||
         test_fail "$name"
 }
 
 both_ways numerics "$TE_TESTS/test_numerics.py" -k "recompute or checkpoint"
-both_ways cuda_graphs "$TE_TESTS/test_cuda_graphs.py"
-both_ways selective "$TE_TESTS/layernorm_mlp/test_selective_activation_checkpoint.py"
+both_ways cuda_graphs "$TE_TESTS/test_cuda_graphs.py" $PYTEST_ARGS
+both_ways selective "$TE_TESTS/layernorm_mlp/test_selective_activation_checkpoint.py" $PYTEST_ARGS
 
 unset NVTE_FUSED_ATTN
 python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_te_integration.xml \
