@@ -25,10 +25,11 @@ from torch.nn import functional as F
 from _engines import Engine, engines, transformer_engine
 from _harness import Report, Side, Timing, parse, parser, time_sides
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker
+from transformer_engine_ext.pytorch.rng.snapshot import Snapshot, stand_where
 
 Body = Callable[[Tensor], Tensor]
 
-SECTIONS = ("engines", "streams", "saved", "regions", "nesting", "import")
+SECTIONS = ("engines", "streams", "audit", "saved", "regions", "nesting", "import")
 
 
 class Bench:
@@ -180,6 +181,37 @@ def by_streams(bench: Bench) -> None:
             bench.report.target(what, each, 0.5 if idle else 4)  # test_work_counts.py counts exactly
 
 
+def of_audit(bench: Bench) -> None:
+    """Measure the audit by itself, for each stream that a region used, beside what torch's own reads cost here."""
+    streams = 33  # one more than the tracker's: the default stream is among them
+    tracker = bench.tracker("ours", streams - 1)
+    snapshot = Snapshot([bench.x])
+    opened = snapshot.open()
+    for number in range(streams - 1):
+        with tracker.fork(f"stream {number}"):
+            pass
+    opened.remove(snapshot)
+    used = [stream for stream in snapshot.streams if stream[1].device_type == bench.device]
+    handles = [handle for _, _, handle, _ in used]
+
+    def audit() -> object:
+        # What forward's end and the recompute's end do.
+        ends = [backend.position(handle) for _, backend, handle, _ in used]
+        reached = [backend.position(handle) for _, backend, handle, _ in used]
+        return stand_where(used, ends, reached)
+
+    sides = [Side("audit", audit), Side("get_state", lambda: [handle.get_state() for handle in handles])]
+    if bench.device == "cuda":
+        sides.append(Side("get_offset", lambda: [handle.get_offset() for handle in handles]))
+    timings = time_sides(sides, bench.options, f"{bench.device}: audit")
+    for side in sides:
+        row = timings[side.name].row("us_", 1e6 / len(used))
+        bench.report.add("audit", device=bench.device, side=side.name, streams=len(used), **row)
+    if bench.device == "cuda":
+        each = timings["audit"].median * 1e6 / len(used)
+        bench.report.target("cuda: microseconds of audit for each used stream", each, 2)
+
+
 def by_saved_tensors(bench: Bench) -> None:
     """Measure growth over the number of tensors that a region saves."""
 
@@ -270,6 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
     runs = {
         "engines": by_engine,
         "streams": by_streams,
+        "audit": of_audit,
         "saved": by_saved_tensors,
         "regions": by_regions,
         "nesting": by_depth,

@@ -19,7 +19,7 @@ from transformer_engine_ext.pytorch.rng.devices import backend_of, same_value
 from transformer_engine_ext.pytorch.rng.native import warm_up
 from transformer_engine_ext.pytorch.rng.recording import Recording, Stream, StreamTable
 
-__all__ = ["Rewound", "Snapshot"]
+__all__ = ["Rewound", "Snapshot", "stand_where"]
 
 
 class Snapshot(Recording):
@@ -240,11 +240,7 @@ class Rewound(Recording):
                     self.strayed = self.positions()
                 elif self.complete and not self.foreign_reached:
                     # What nearly every recompute comes to: forward's streams and no other, where forward ended.
-                    for (_, backend, _, _), end, reached in zip(self.snapshot.streams, ends, self.reached, strict=True):
-                        if not backend.same(end, reached):
-                            break
-                    else:
-                        self.exact = True
+                    self.exact = stand_where(self.snapshot.streams, ends, self.reached)
         finally:
             self._restore()
 
@@ -308,6 +304,14 @@ class Rewound(Recording):
         self.reached = [backend.position(handle) for _, backend, handle, _ in self.snapshot.streams]
         if self.snapshot.foreign is not None:
             self.foreign_reached = self.snapshot.foreign.positions()
+
+
+def stand_where(streams: Sequence[Stream], ends: Sequence[Any], reached: Sequence[Any]) -> bool:
+    """Tell whether all streams reached the positions where they ended before."""
+    for (_, backend, _, _), end, position in zip(streams, ends, reached, strict=True):
+        if not backend.same(end, position):
+            return False
+    return True
 
 
 def _set_table(tracker: StreamTable, states: dict[str, Generator], seeds: set[int]) -> None:
