@@ -19,7 +19,7 @@ from _patched import stand_ins
 from _proof import ENGINE_IDS, ENGINES
 from transformer_engine_ext import te_checkpoint
 from transformer_engine_ext.errors import RecomputeMismatchError
-from transformer_engine_ext.integrations.fp8_state import FP8State, open_regions
+from transformer_engine_ext.integrations.fp8_state import FP8State, Open, open_regions
 from transformer_engine_ext.pytorch.distributed import is_fp8_activation_recompute_enabled
 
 engines = pytest.mark.parametrize("use_reentrant", ENGINES, ids=ENGINE_IDS)
@@ -232,12 +232,14 @@ def test_the_older_layout(te: Any) -> None:
 
     state = FP8State(Manager)
     assert state.enabled() is True
-    before = state.read()
+    region = Open({}, False, True)
+    before = state.enter(region)
     Manager.FP8_ENABLED, Manager.FP8_AUTOCAST_DEPTH, Manager.FP8_RECIPE = False, 0, "other"
     buffers = state.hide_buffers()
     assert Manager.global_amax_buffer == {}
     state.show_buffers(buffers)
     state.write(before)
+    state.leave(region)
     assert (Manager.FP8_ENABLED, Manager.FP8_AUTOCAST_DEPTH, Manager.FP8_RECIPE) == (True, 1, "recipe")
     assert Manager.global_amax_buffer == {"a": [1]}
 

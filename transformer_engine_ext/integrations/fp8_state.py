@@ -193,6 +193,9 @@ class FP8State:
         self._manager = manager
         self._names: tuple[str, ...] = ()
         self._depth = 0
+        # The class of the state, and the one that stands in for it while a region runs.
+        self._kind: Any = None
+        self._routed_kind: Any = None
         self._fields_of(self._holder())
 
     def _holder(self) -> Any:
@@ -212,21 +215,18 @@ class FP8State:
         """Tell whether FP8 is on now."""
         return bool(getattr(self._holder(), self._enabled, False))
 
-    def read(self) -> tuple[Any, ...]:
-        """Return what an autocast sets."""
-        return self._get(self._holder())
-
     def write(self, values: tuple[Any, ...]) -> None:
-        """Put back what ``read`` returned; as a rule nothing of it has changed."""
+        """Put back what ``enter`` returned; as a rule nothing of it has changed."""
         holder = self._holder()
-        _watch.entered = True
-        for name, value, live in zip(self._names, values, self._get(holder), strict=True):
-            if live is not value:
-                _watch.silent = True
-                try:
-                    setattr(holder, name, value)
-                finally:
-                    _watch.silent = False
+        present = self._get(holder)
+        if not all(map(operator.is_, present, values)):
+            _watch.silent = True
+            try:
+                for name, value, live in zip(self._names, values, present, strict=True):
+                    if live is not value:
+                        setattr(holder, name, value)
+            finally:
+                _watch.silent = False
         _watch.entered = True
 
     def use_up_first(self, region: Open, entered: tuple[Any, ...]) -> None:
@@ -237,32 +237,38 @@ class FP8State:
         region : Open
             A region that runs without grad in forward, where modules leave the flag alone.
         entered : tuple
-            What ``read`` returned when the region was entered.
+            What ``enter`` returned for it.
         """
         # See Note [FP8 updates happen once]: the flag is the next region's otherwise, too.
         if region.memory.get("stash") and entered and entered[0]:
             holder = self._holder()
             setattr(holder, self._first, False)
 
-    def enter(self, region: Open) -> None:
-        """Route scales and flags by region from now on. See Note [FP8 scales belong to the region]."""
+    def enter(self, region: Open) -> tuple[Any, ...]:
+        """Route scales and flags by region from now on; return what an autocast sets, as it is now."""
+        # See Note [FP8 scales belong to the region]
         holder = self._holder()
+        values = self._get(holder)
         queues = getattr(holder, "fp8_tensors_recompute_buffer", None)
         if isinstance(queues, list) and type(queues) is not _Queues:
             # Never empty: Transformer Engine replaces an empty list by one of its own. Positions stay what they were.
             holder.fp8_tensors_recompute_buffer = _Queues(map(_Queue, queues or [()]))
         self._depth += 1
-        if self._can_route and type(holder) not in _routed.values():
-            holder.__class__ = _routed_class(type(holder), self._manager)
+        kind = type(holder)
+        if self._can_route and kind is not self._routed_kind and kind not in _routed.values():
+            self._kind, self._routed_kind = kind, _routed_class(kind, self._manager)
+            holder.__class__ = self._routed_kind
         _opened.regions.append(region)
+        return values
 
     def leave(self, region: Open) -> None:
         """Undo ``enter``."""
         _opened.regions.remove(region)
         self._depth -= 1
-        holder = self._holder()
-        if self._depth == 0 and type(holder) in _routed.values():
-            holder.__class__ = type(holder).__base__
+        if self._depth == 0:
+            holder = self._holder()
+            if type(holder) is self._routed_kind:
+                holder.__class__ = self._kind
 
     def hide_buffers(self) -> Any:
         """Take the buffers out of reach through which scales are updated; returns them for ``show_buffers``."""

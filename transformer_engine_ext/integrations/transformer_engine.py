@@ -8,7 +8,9 @@ It needs no ``patch()``: it installs itself at the first region that starts with
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from operator import itemgetter
 from typing import Any
 
 from transformer_engine_ext.integrations.fp8_state import FP8State, Open
@@ -30,6 +32,10 @@ _SWITCH = "_USE_REENTRANT_ACTIVATION_RECOMPUTE"
 
 def _always() -> bool:
     return True
+
+
+def _none(scope: object) -> tuple[bool, ...]:
+    return ()
 
 
 class TransformerEngineHook:
@@ -55,22 +61,23 @@ class TransformerEngineHook:
         )
         if self._names and hasattr(distributed, _SWITCH):
             self._names = (*self._names, _SWITCH)
+        self._flags: Callable[[Any], tuple[bool, ...]] = itemgetter(*self._names) if self._names else _none
 
     def set_flags(self, values: tuple[bool, ...]) -> tuple[bool, ...]:
         """Set Transformer Engine's flags (in a region, in a recompute, reentrant); returns those that held before."""
-        scope, before = self._scope, []
+        scope = self._scope
+        before = self._flags(scope)
         for name, value in zip(self._names, values, strict=False):
-            before.append(scope[name])
             scope[name] = value
-        return tuple(before)
+        return before
 
     # Note [The engine switch does not outlive the region]
     # LayerNormMLP asks for the engine in its forward and, under the non-reentrant one, gives up its fused bias-GELU for
     # good. That fusion is deterministic, and our non-reentrant engine runs the same kernels twice, so inside our
     # regions that module's copy of the question is answered with yes: nothing of it is changed by a region, and its
     # numbers are those of the run without checkpointing.
-    def _shield(self, reentrant: bool) -> Any:
-        module = None if reentrant else sys.modules.get(_MLP)
+    def _shield(self) -> Any:
+        module = sys.modules.get(_MLP)
         asked = getattr(module, "use_reentrant_activation_recompute", None)
         if module is None or asked is None:
             return None
@@ -79,23 +86,23 @@ class TransformerEngineHook:
 
     @staticmethod
     def _unshield(token: Any) -> None:
-        if token is not None:
-            module, asked = token
-            vars(module)["use_reentrant_activation_recompute"] = asked
+        module, asked = token
+        vars(module)["use_reentrant_activation_recompute"] = asked
 
     def enter_forward(self, memory: dict[str, Any], reentrant: bool) -> Any:
         """Set the flags, note the FP8 state, and keep the scales that modules put aside."""
         # See Note [Transformer Engine hears of any enclosing recompute]
         region = Open(memory, False, reentrant)
         if self._fp8 is not None:
-            memory["autocast"] = self._fp8.read()
-            self._fp8.enter(region)
-        return region, self.set_flags((True, is_recomputing(), reentrant)), self._shield(reentrant)
+            memory["autocast"] = self._fp8.enter(region)
+        flags = self.set_flags((True, is_recomputing(), reentrant))
+        return region, flags, None if reentrant else self._shield()
 
     def leave_forward(self, memory: dict[str, Any], token: Any) -> None:
         """Put the flags back."""
         region, flags, shield = token
-        self._unshield(shield)
+        if shield is not None:
+            self._unshield(shield)
         self.set_flags(flags)
         if self._fp8 is not None:
             if region.reentrant:
@@ -108,18 +115,19 @@ class TransformerEngineHook:
         region = Open(memory, True, reentrant)
         live, buffers = (), None
         if self._fp8 is not None:
-            live = self._fp8.read()
-            self._fp8.enter(region)
+            live = self._fp8.enter(region)
             # See Note [FP8 updates happen once]
             buffers = self._fp8.hide_buffers()
             if "autocast" in memory:
                 self._fp8.write(memory["autocast"])
-        return region, self.set_flags((True, True, reentrant)), self._shield(reentrant), live, buffers
+        flags = self.set_flags((True, True, reentrant))
+        return region, flags, None if reentrant else self._shield(), live, buffers
 
     def leave_recompute(self, memory: dict[str, Any], token: Any) -> None:
         """Put flags and FP8 state back."""
         region, flags, shield, live, buffers = token
-        self._unshield(shield)
+        if shield is not None:
+            self._unshield(shield)
         self.set_flags(flags)
         if self._fp8 is not None:
             self._fp8.write(live)
