@@ -219,7 +219,7 @@ class _Run:
     def __call__(self, tensor: Tensor) -> Tensor:
         saving, number, identity = self.saving, self.count, id(tensor)
         if tensor.requires_grad:
-            tensor = tensor.detach()
+            tensor = tensor.detach()  # a new object
         if number >= len(saving.places):
             self.surplus += 1
             return tensor
@@ -228,8 +228,12 @@ class _Run:
         # The graph may have let a place go, by a backward inside the region; then nobody will ask for its tensor.
         if place is not None:
             # version_of, written out: this runs for every saved tensor
-            version, saved = 0 if tensor.is_inference() else tensor._version, saving.versions.get(number)
-            place.tensors[self.task] = tensor, saved[1] if saved is not None and saved[0] == identity else version
+            version = 0 if tensor.is_inference() else tensor._version
+            if saving.versions:
+                saved = saving.versions.get(number)
+                if saved is not None and saved[0] == identity:
+                    version = saved[1]
+            place.tensors[self.task] = tensor, version
             metadata = saving.metadata
             if metadata is not None:
                 found = (tensor.shape, tensor.dtype, tensor.device)
