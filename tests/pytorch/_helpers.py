@@ -32,6 +32,14 @@ TAIL_CHARS = 4000
 # most that many fails instead of skipping. conftest.py turns the mark into the skip or the failure.
 FAIL_WITHOUT_CUDA = "NVTE_EXT_FAIL_WITHOUT_CUDA"
 
+# Note [Whose lines are counted]
+# In a run with --cov, coverage also measures every Python process that a test starts: it leaves its settings in this
+# variable, and each interpreter looks for it. Importing torch then takes half as long again, in several hundred
+# processes. Few of them reach what the tests' own process does not, so conftest.py moves the variable out of the way,
+# and `measured` gives it back: for the ranks of collectives, for the debug mode, for a library that is loaded.
+COVERAGE = "COVERAGE_PROCESS_CONFIG"
+COVERAGE_ASIDE = f"{COVERAGE}_ASIDE"
+
 
 def requires_cuda_devices(count: int) -> pytest.MarkDecorator:
     """Mark for a test that needs `count` CUDA devices; the test skips or fails as `requires_cuda` does."""
@@ -49,6 +57,7 @@ def run_distributed(
     timeout: float = 120.0,
     token: str = PASS_TOKEN,
     check: bool = True,
+    count_lines: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `script` on `nproc` processes of this machine under ``torch.distributed.run`` and check how it ended.
@@ -67,6 +76,8 @@ def run_distributed(
         What every rank must print: an exit code of 0 alone does not show that the checks were reached.
     check
         False: the exit code and the token are left to the caller (for runs that must fail). A time-out still raises.
+    count_lines
+        Whether a run with ``--cov`` counts the lines that the ranks reach. See Note [Whose lines are counted]
     env
         Variables to set besides the present environment.
 
@@ -82,6 +93,7 @@ def run_distributed(
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     command += [str(TESTS / "distributed" / script), *map(str, args)]
+    environment = _worker_environment(env or {})
     what = f"{Path(script).name} on {nproc} ranks"
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         # A file, not a pipe: a worker that outlives its launcher would hold the pipe open, and reading would hang.
@@ -90,7 +102,7 @@ def run_distributed(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_worker_environment(env or {}),
+            env=measured(environment) if count_lines else environment,
             start_new_session=True,
         )
         try:
@@ -108,6 +120,12 @@ def run_distributed(
             found = text.count(token)
             raise AssertionError(f"{what}: {found} of {nproc} ranks printed {token!r}. {_tail(output)}")
     return subprocess.CompletedProcess(command, returncode, text)
+
+
+def measured(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a process whose lines are counted too."""
+    # See Note [Whose lines are counted]
+    return {**env, **({COVERAGE: env[COVERAGE_ASIDE]} if COVERAGE_ASIDE in env else {})}
 
 
 def _worker_environment(extra: Mapping[str, str]) -> dict[str, str]:

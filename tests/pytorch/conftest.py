@@ -6,17 +6,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # In front, so that no installed package with a module of that name can shadow the helpers.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _helpers import FAIL_WITHOUT_CUDA, requires_cuda
+from _helpers import COVERAGE, COVERAGE_ASIDE, FAIL_WITHOUT_CUDA, requires_cuda
 from _leaks import bindings, flags, leaks
+
+# How long an example takes says more of what else this machine does than of the test.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +47,36 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Run the test on the CPU and on the current CUDA device."""
     return str(request.param)
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Print a text at the end of the run, also of a test that passes: pytest-xdist's processes have no terminal."""
+    return lambda text: record_property("tells", text)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    told = [
+        str(text)
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "teardown"
+        for name, text in report.user_properties
+        if name == "tells"
+    ]
+    if told:
+        terminalreporter.section("told by tests")
+        terminalreporter.write_line("\n".join(told))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def this_process_is_measured_and_no_other() -> Iterator[None]:
+    # See Note [Whose lines are counted]
+    with pytest.MonkeyPatch.context() as patch:
+        if COVERAGE in os.environ:
+            patch.setenv(COVERAGE_ASIDE, os.environ[COVERAGE])
+            patch.delenv(COVERAGE)
+        yield
 
 
 @pytest.fixture(autouse=True)

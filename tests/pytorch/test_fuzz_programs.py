@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ SEED = int(os.environ.get("NVTE_EXT_TEST_SEED") or 0)
 pytestmark = pytest.mark.timeout(max(180, PROGRAMS // 5))
 
 
-def test_random_programs_equal_the_run_without_checkpointing(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_programs_equal_the_run_without_checkpointing(device: str, tell: Callable[[str], None]) -> None:
     engine = Package()
     features: Counter[str] = Counter()
     for number in range(SEED * 1_000_000, SEED * 1_000_000 + PROGRAMS):
@@ -37,14 +38,13 @@ def test_random_programs_equal_the_run_without_checkpointing(device: str, capsys
             features.update(check(numbered_program(number), device, engine))
         except AssertionError as error:
             raise AssertionError(f"program {number}: {error}") from error
-    with capsys.disabled():
-        print(coverage_report(PROGRAMS, features, device))
+    tell(coverage_report(PROGRAMS, features, device))
     # A generator that no longer makes these things would let the test pass for nothing.
     if PROGRAMS >= 500:
         assert too_rare(PROGRAMS, features) == {}
 
 
-def test_programs_that_hypothesis_chooses(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_that_hypothesis_chooses(device: str, tell: Callable[[str], None]) -> None:
     """Hypothesis repeats itself more and is slower, but looks where uniform chance does not, and shrinks."""
     engine = Package()
     features: Counter[str] = Counter()
@@ -59,8 +59,7 @@ def test_programs_that_hypothesis_chooses(device: str, capsys: pytest.CaptureFix
             tried.add(program)
 
     run()
-    with capsys.disabled():
-        print(coverage_report(len(tried), features, f"{device}, chosen by hypothesis"))
+    tell(coverage_report(len(tried), features, f"{device}, chosen by hypothesis"))
     assert len(tried) > PROGRAMS // 4
     assert features["nesting of both engines"] > 0
     assert features["recompute draws: tracked"] > 0

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from _helpers import FAIL_WITHOUT_CUDA, PASS_TOKEN, REPO, TESTS, requires_cuda, requires_cuda_devices, run_distributed
+from _helpers import (
+    COVERAGE,
+    COVERAGE_ASIDE,
+    FAIL_WITHOUT_CUDA,
+    PASS_TOKEN,
+    REPO,
+    TESTS,
+    measured,
+    requires_cuda,
+    requires_cuda_devices,
+    run_distributed,
+)
 from _leaks import bindings, flags, leaks
 
 pytest_plugins = ["pytester"]
@@ -167,6 +178,24 @@ def test_cuda_is_there() -> None:
 @requires_cuda_devices(2)
 def test_two_devices_are_there() -> None:
     assert torch.ones(1, device="cuda:1").item() == 1
+
+
+def test_few_processes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    # See Note [Whose lines are counted]
+    assert COVERAGE not in os.environ
+    monkeypatch.setenv(COVERAGE_ASIDE, "the settings")
+    assert measured(os.environ)[COVERAGE] == "the settings"
+    monkeypatch.delenv(COVERAGE_ASIDE)
+    assert measured(os.environ) == dict(os.environ)
+
+
+def test_what_a_test_tells_is_printed_once(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest((TESTS / "conftest.py").read_text())
+    pytester.makepyfile("def test_tells(tell):\n    tell('told\\nin two lines')\n\ndef test_does_not():\n    pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:benchmark")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*told by tests*", "told", "in two lines", "*2 passed*"])
+    assert result.stdout.str().count("in two lines") == 1
 
 
 def test_every_test_starts_from_the_known_seed() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from _helpers import REPO
+from _helpers import REPO, measured
 from _native import FakeCompiler, alive, torch_build, wait_until
 from transformer_engine_ext.pytorch.rng import native_jit
 from transformer_engine_ext.pytorch.rng.native_build import INFO, LIBRARY, NativeBuildError
@@ -68,7 +68,7 @@ class Ranks:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "NVTE_EXT_CACHE_DIR": str(self.cache)}
         process = subprocess.Popen(
             [sys.executable, "-c", RANK],
-            env=env | self.compiler.env | self.compiler.behaviour(**behaviour),
+            env=measured(env | self.compiler.env | self.compiler.behaviour(**behaviour)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from _helpers import REPO, requires_cuda
+from _helpers import REPO, measured, requires_cuda
 from _native import FakeCompiler
 from transformer_engine_ext.pytorch.rng import native_build
 from transformer_engine_ext.pytorch.rng.native_build import LIBRARY, TorchBuild
@@ -91,7 +91,7 @@ def run(*command: object, **env: str) -> list[str]:
     paths = [str(REPO), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
         [sys.executable, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", **env},
+        env=measured({**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", **env}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from _helpers import measured
 from _proof import ENGINE_IDS, ENGINES, Proof
 from transformer_engine_ext.errors import CheckpointArgumentError, RecomputeMismatchError, StreamExistsError
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
@@ -296,6 +297,6 @@ print(errors)
 def test_fork_in_a_helper_thread_of_a_region_is_named_in_debug_mode(debug: bool) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "NVTE_EXT_DEBUG": str(int(debug))}
     found = subprocess.run(
-        [sys.executable, "-c", DEBUG_SCRIPT], env=env, text=True, capture_output=True, timeout=120, check=True
+        [sys.executable, "-c", DEBUG_SCRIPT], env=measured(env), text=True, capture_output=True, timeout=120, check=True
     ).stdout
     assert found.count("forked stream 'a' while a checkpointed region of thread") == int(debug), found

@@ -99,6 +99,7 @@ def test_without_the_fixture():
 def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, device: str) -> pytest.Pytester:
     """A session that has the plug-in once, whether or not the package is installed, and no other."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delitem(sys.modules, PLUGIN, raising=False)  # pytest warns of a plug-in that others imported before
     pytester.makeini("[pytest]\nfilterwarnings = error\n")
     pytester.device = device  # type: ignore[attr-defined]
     return pytester

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ SECONDS, MEBIBYTES, MARGIN = 2.0, 200.0, 3.0
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux reports it")
-def test_seeding_audit_and_table_of_16384_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeding_audit_and_table_of_16384_ranks(tell: Callable[[str], None]) -> None:
     result = subprocess.run(
         [sys.executable, str(TESTS / "_simulated_mesh.py")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), str(TESTS)]), "OMP_NUM_THREADS": "1"},
@@ -53,8 +54,7 @@ def test_seeding_audit_and_table_of_16384_ranks(capsys: pytest.CaptureFixture[st
     found = json.loads(result.stdout)
     for derivation in ("megatron", "fold_in"):
         times = {key: value for key, value in found[derivation].items() if key != "text"}
-        with capsys.disabled():
-            print(f"\n16384 ranks, {derivation}: {times}, {found['mebibytes']:.0f} MiB")
+        tell(f"16384 ranks, {derivation}: {times}, {found['mebibytes']:.0f} MiB")
         assert sum(times.values()) < SECONDS * MARGIN
         text = found[derivation]["text"]
         assert "default: rank 777 (pp 0, dp 48, tp 4, cp 1) stands elsewhere than rank 769, and must be" in text

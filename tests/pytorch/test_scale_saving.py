@@ -8,9 +8,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from _helpers import REPO, TESTS
 
@@ -18,7 +17,7 @@ from _helpers import REPO, TESTS
 SECONDS, MEBIBYTES, MARGIN = 2.0, 200.0, 3.0
 
 
-def test_saving_and_loading_16384_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saving_and_loading_16384_ranks(tmp_path: Path, tell: Callable[[str], None]) -> None:
     result = subprocess.run(
         [sys.executable, str(TESTS / "_simulated_save.py"), str(tmp_path / "file")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), str(TESTS)]), "OMP_NUM_THREADS": "1"},
@@ -28,8 +27,7 @@ def test_saving_and_loading_16384_ranks(tmp_path: Path, capsys: pytest.CaptureFi
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    with capsys.disabled():
-        print(f"\nsaving 16384 ranks: {found}")
+    tell(f"saving 16384 ranks: {found}")
     seconds = found["seconds"]
     assert seconds["unpack"] + seconds["encode and write"] < SECONDS * MARGIN
     assert seconds["read the header"] + seconds["read all rows"] + seconds["reshard"] < SECONDS * MARGIN

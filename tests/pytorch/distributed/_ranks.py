@@ -38,13 +38,13 @@ def case_names(script: str) -> list[str]:
 
 
 @functools.cache
-def _output(script: str, nproc: int, arguments: tuple[str, ...]) -> str:
-    return run_distributed(script, nproc, *arguments, check=False, timeout=170).stdout
+def _output(script: str, nproc: int, arguments: tuple[str, ...], count_lines: bool) -> str:
+    return run_distributed(script, nproc, *arguments, check=False, timeout=170, count_lines=count_lines).stdout
 
 
-def assert_case(script: str, nproc: int, name: str, *arguments: str) -> None:
+def assert_case(script: str, nproc: int, name: str, *arguments: str, count_lines: bool = False) -> None:
     """Assert that every rank passed the case `name` of a worker; all cases of a worker run in one launch."""
-    output = _output(script, nproc, arguments)
+    output = _output(script, nproc, arguments, count_lines)
     passed = [rank for rank in range(nproc) if f"[rank {rank}] {name}: passed" in output]
     if passed == list(range(nproc)):
         return

@@ -15,8 +15,8 @@ SCRIPT = "run_saved_activations.py"
 
 @pytest.mark.parametrize("name", case_names(SCRIPT))
 def test_saved_activations(name: str, device: str) -> None:
-    assert_case(SCRIPT, 2, name, device)
+    assert_case(SCRIPT, 2, name, device, count_lines=True)
 
 
 def test_d10_sub_groups_of_the_world() -> None:
-    assert_case(SCRIPT, 4, "d10 pairs of four", "cpu", "four")
+    assert_case(SCRIPT, 4, "d10 pairs of four", "cpu", "four", count_lines=True)
