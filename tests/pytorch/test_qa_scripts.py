@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -60,6 +62,9 @@ def test_script(script: Path) -> None:
     assert re.fullmatch(r"L[0-3]_pytorch_[a-z_]+", script.parent.name)
     assert [name for name, count in xml_names(text).items() if count > 1] == []
     assert text.count("python3 -m pytest") == sum(xml_names(text).values()), "a pytest call without its --junitxml"
+    if " -n $" in commands(text):
+        # A file's tests share the processes that one of them starts, and the script's order has a reason.
+        assert " --dist loadfile --no-loadscope-reorder " in commands(text)
     if "test_fail" in text:
         assert 'if [ "$RET" -ne 0 ]' in text, "failures are recorded, but do not make the script fail"
 
@@ -68,8 +73,34 @@ def test_xml_names_that_repeat_are_found() -> None:
     assert xml_names("pytest --junitxml=$X/a.xml t.py\npytest --junitxml=$X/a.xml u.py") == {"$X/a.xml": 2}
 
 
-def test_ci_runs_lint_wheel_and_tests() -> None:
-    run = REPO / ".ci" / "run"
-    subprocess.run(["bash", "-n", str(run)], check=True, stdin=subprocess.DEVNULL)
-    for name in ("L0_pytorch_lint", "L0_pytorch_wheel", "L0_pytorch_unittest"):
-        assert f"bash qa/{name}/test.sh" in commands(run.read_text())
+STEPS = ("lint", "docs", "wheel", "unittest")
+
+
+@pytest.mark.parametrize("failing", ["", *STEPS])
+def test_ci_fails_where_a_script_fails(failing: str, tmp_path: Path) -> None:
+    """With scripts that only say that they ran, and without installing anything."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(REPO / ".ci" / "run", tmp_path / ".ci")
+    for step in STEPS:
+        script = tmp_path / "qa" / f"L0_pytorch_{step}" / "test.sh"
+        assert (REPO / script.relative_to(tmp_path)).is_file()
+        script.parent.mkdir(parents=True)
+        script.write_text(f"echo '{step} ran'\nexit {int(step == failing)}\n")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "pip").write_text("#!/bin/sh\n")
+    (programs / "python3").write_text(
+        '#!/bin/sh\nif [ "$2" = venv ]; then mkdir -p .ci-venv/bin; :> .ci-venv/bin/activate; fi'
+    )
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    env = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", str(tmp_path / ".ci" / "run")]
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode == 0) == (not failing), done.stdout + done.stderr
+    ran = re.findall(r"^(\w+) ran$", done.stdout, re.MULTILINE)
+    # Nothing is tested that is not clean; what ran beside the failing step is shown all the same.
+    assert ran == {"": ["wheel", "lint", "docs", "unittest"], "lint": ["wheel", "lint"]}.get(
+        failing, ["wheel", "lint", "docs", *(["unittest"] if failing == "unittest" else [])]
+    )
+    assert done.stdout.endswith("unittest ran\n") == (failing in ("", "unittest"))
