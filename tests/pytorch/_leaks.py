@@ -53,6 +53,11 @@ def flags() -> dict[str, Any]:
     found |= {name: bool(getattr(recompute, name)()) if recompute else None for name in FLAGS}
     recording = sys.modules.get("transformer_engine_ext.pytorch.rng.recording")
     found["open recordings"] = len(recording._stack.open) if recording else 0
+    devices = sys.modules.get("transformer_engine_ext.pytorch.rng.devices")
+    places = [("cpu", 0)]
+    if torch.cuda.is_initialized():
+        places += [("cuda", index) for index in range(len(torch.cuda.default_generators))]
+    found["open bindings"] = sum(devices.get_backend(kind).depth(index) for kind, index in places) if devices else 0
     return found
 
 

@@ -165,6 +165,7 @@ def test_no_restore(rng_guard, monkeypatch):
     result = session(inner, text)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*recompute 1 moved stream 'default (*"])
+    assert get_backend(inner.device).depth(0) == 0  # type: ignore[attr-defined]
 
 
 def test_it_costs_others_nothing(tmp_path: Path) -> None:

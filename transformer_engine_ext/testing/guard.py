@@ -140,7 +140,10 @@ def _put_back(bound: dict[str, _Binding], when: str) -> list[str]:
             names = [name for name, handle in get_all_rng_states().items() if _same_stream(handle, now)]
             stream = f"stream {names[0]!r}" if names else "another stream"
             problems.append(f"the default generator of {device} was left bound to {stream} {when}")
-            backend.unwind(index, *((0,) if before is None else (before.depth, before.handle)))
+        if before is None:
+            backend.unwind(index, 0)
+        elif left or depth > before.depth:  # also a binding to the very same stream, which changes no draw
+            backend.unwind(index, before.depth, before.handle)
     return problems
 
 
