@@ -94,7 +94,7 @@ def draw_steps(axes: Any, result: Result, size: str) -> None:
     axes.set_xlabel("ms per step (forward and backward)")
     # Room for what is written behind the bars, which is longer where masks are wrong.
     any_wrong = any(row.get("mask_mismatches") for row in found)
-    axes.set_xlim(right=(2.4 if any_wrong else 1.3) * max(row["ms_median"] for row in found))
+    axes.set_xlim(right=(2.7 if any_wrong else 1.3) * max(row["ms_median"] for row in found))
     axes.set_title(f"{result['options']['layers']} transformer layers, {size}")
 
 
