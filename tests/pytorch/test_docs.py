@@ -35,8 +35,11 @@ sys.path.append(str(DOCS / "_ext"))
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run in an empty folder, and take down what a sample set up."""
+    """Run in an empty folder, as the one rank of a job that torchrun started; take down what a sample set up."""
     monkeypatch.chdir(tmp_path)
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
