@@ -121,7 +121,8 @@ def test_wrong_tests_fail_and_say_why(inner: pytest.Pytester) -> None:
     moved = "64 32-bit words" if inner.device == "cpu" else "random numbers per thread"  # type: ignore[attr-defined]
     for line in (
         f"recompute 1 moved stream 'noise' by *{moved}*; it must leave every stream in place",
-        "recompute 1 moved stream 'default (*)' by *; it must leave every stream in place",
+        # Or 'default', where a test before this one has made it known by that name.
+        "recompute 1 moved stream 'default*' by *; it must leave every stream in place",
         "the default generator of * was left bound to stream 'left' when the test ended",
         "Likely causes: the function draws with generator= from a tracked stream (use tracker.fork(name) instead)*",
     ):
@@ -164,7 +165,7 @@ def test_no_restore(rng_guard, monkeypatch):
 """
     result = session(inner, text)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*recompute 1 moved stream 'default (*"])
+    result.stdout.fnmatch_lines(["*recompute 1 moved stream 'default*"])
     assert get_backend(inner.device).depth(0) == 0  # type: ignore[attr-defined]
 
 
