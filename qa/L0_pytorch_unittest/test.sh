@@ -77,6 +77,7 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_proof.py \
     tests/pytorch/test_audit_cost.py \
     tests/pytorch/test_backends.py \
+    tests/pytorch/test_backends_simulated.py \
     tests/pytorch/test_capture_errors.py \
     tests/pytorch/test_capture_fakes.py \
     tests/pytorch/test_capture_lifetime.py \
