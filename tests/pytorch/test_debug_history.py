@@ -135,8 +135,11 @@ def test_only_the_last_runs_are_kept_and_no_tensor(debugging: None, use_reentran
         watched.append(weakref.ref(y))
         return y * y
 
+    ended = history._count
     for _ in range(history.LENGTH):
         te_checkpoint(region, ones(), use_reentrant=use_reentrant).sum().backward()
+    assert history._count == ended + 2 * history.LENGTH
+    assert not any(run._before for run in history._runs), "values of streams are kept for runs that have ended"
     gc.collect()
     assert len(watched) == 2 * history.LENGTH
     assert not [reference for reference in watched if reference() is not None]

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from _proof import ENGINE_IDS, ENGINES
 from transformer_engine_ext.pytorch import in_checkpoint_region, is_recomputing, te_checkpoint
-from transformer_engine_ext.pytorch.recompute import register_region_hook, unregister_region_hook
+from transformer_engine_ext.pytorch.recompute import hooks, register_region_hook, unregister_region_hook
 
 engines = pytest.mark.parametrize("use_reentrant", ENGINES, ids=ENGINE_IDS)
 
@@ -162,3 +164,23 @@ def test_hooks_are_left_when_the_function_raises(scales: list[Scale], use_reentr
     with pytest.raises(ValueError, match="recompute"):
         y.sum().backward()
     assert first.log[-1] == "first leave recompute"
+
+
+def test_sources_are_asked_once_when_their_module_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own sources are imported at the first region, and no library is imported for any of them."""
+    imported: list[tuple[str, str]] = []
+    loaded: list[str] = []
+    monkeypatch.setattr(hooks, "_asked", False)
+    monkeypatch.setattr(hooks, "_sources", ())
+    monkeypatch.setattr(hooks, "import_module", lambda name, package: imported.append((name, package)))
+    monkeypatch.delitem(sys.modules, "some_library.later", raising=False)
+    hooks.register_hook_source("some_library.later", lambda: loaded.append("later"))
+    for _ in range(2):
+        hooks.active_hooks()
+    assert imported == [(".integrations", "transformer_engine_ext")]
+    assert not loaded
+    monkeypatch.setitem(sys.modules, "some_library.later", types.ModuleType("some_library.later"))
+    for _ in range(2):
+        hooks.active_hooks()
+    assert loaded == ["later"]
+    assert imported == [(".integrations", "transformer_engine_ext")]
