@@ -92,7 +92,9 @@ def run_distributed(
         Time-out, exit code other than 0, or fewer than `nproc` tokens; with the last 4000 characters of output.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    command += [str(TESTS / "distributed" / script), *map(str, args)]
+    # See Note [Ranks write whole lines and end at once]
+    command += [str(TESTS / "distributed" / name) for name in ("_rank.py", script)]
+    command += map(str, args)
     environment = _worker_environment(env or {})
     what = f"{Path(script).name} on {nproc} ranks"
     with tempfile.TemporaryFile("w+", errors="replace") as output:

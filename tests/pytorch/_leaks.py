@@ -53,6 +53,8 @@ def flags() -> dict[str, Any]:
     found |= {name: bool(getattr(recompute, name)()) if recompute else None for name in FLAGS}
     recording = sys.modules.get("transformer_engine_ext.pytorch.rng.recording")
     found["open recordings"] = len(recording._stack.open) if recording else 0
+    registry = sys.modules.get("transformer_engine_ext.pytorch.rng.registry")
+    found["streams given to set_all_rng_states"] = list(registry._extra) if registry else []
     devices = sys.modules.get("transformer_engine_ext.pytorch.rng.devices")
     places = [("cpu", 0)]
     if torch.cuda.is_initialized():

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -32,6 +33,9 @@ WORKER = f"""
 import os, sys, time
 rank, folder, trouble = os.environ["RANK"], sys.argv[1], sys.argv[2]
 open(os.path.join(folder, rank), "w").write(str(os.getpid()))
+if trouble == "none":
+    for number in range(300):
+        print("line", number, "of", rank)
 print("worker", rank, "of", os.environ["WORLD_SIZE"], trouble)
 if trouble == "hangs" and rank == "1":
     def where_it_hangs():
@@ -54,6 +58,8 @@ def worker(tmp_path: Path) -> Path:
 def test_run_distributed_passes(worker: Path, tmp_path: Path) -> None:
     result = run_distributed(worker, 2, tmp_path, "none")
     assert "worker 1 of 2 none" in result.stdout
+    # See Note [Ranks write whole lines and end at once]
+    assert len(re.findall(r"^line \d+ of [01]$", result.stdout, re.MULTILINE)) == 600, "ranks wrote into a line"
 
 
 def test_run_distributed_needs_every_rank_to_arrive(worker: Path, tmp_path: Path) -> None:
@@ -142,6 +148,10 @@ def test_rests():
 def test_records():
     Recording().open()
 
+def test_names():
+    from transformer_engine_ext.pytorch.rng import set_all_rng_states
+    set_all_rng_states({"other": torch.Generator()})
+
 def test_hooks():
     torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x).__enter__()
 """
@@ -153,9 +163,10 @@ def test_what_a_test_leaves_behind_fails_it(pytester: pytest.Pytester, monkeypat
     pytester.makeconftest((TESTS / "conftest.py").read_text())
     pytester.makepyfile(LEAKY_TEST)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:benchmark")
-    result.assert_outcomes(passed=4, errors=3)
+    result.assert_outcomes(passed=5, errors=4)
     result.stdout.fnmatch_lines(["*the default generator of cpu is bound to another stream than before*"])
     result.stdout.fnmatch_lines(["*open recordings is 1, expected 0*"])
+    result.stdout.fnmatch_lines(["*streams given to set_all_rng_states is *other*, expected *"])
     result.stdout.fnmatch_lines(["*saved-tensor hooks is True, expected False*"])
 
 
