@@ -254,6 +254,10 @@ def check(program: Program, device: str, engine: Any) -> set[str]:
         got = machine.run()
     except Exception as error:
         raise AssertionError(f"{type(error).__name__} in {machine.where()}: {error}\n{program!r}") from error
+    finally:
+        # Its graph holds the regions' functions, and these the machine: a cycle that Python cannot see, so that every
+        # program's trackers would live, and be found by get_all_rng_states(), for as long as the process does.
+        machine.outputs.clear()
     if got != expected:
         raise AssertionError(f"{_first_difference(program, expected, got)}\n{program!r}")
     if any(value.strip(b"\0") for _, what, _, value in got if what.startswith("gradient")):

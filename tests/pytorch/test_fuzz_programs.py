@@ -8,6 +8,7 @@ The long run is ``tests/tools/fuzz_programs.py``, which takes its programs from 
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import _programs
 from _program_check import Package, check, coverage_report, too_rare
 from _program_strategies import numbered_program, programs
 from _programs import ALIAS, SHARED, STREAM_SEEDS, STREAMS, Program, Region
+from transformer_engine_ext.pytorch.rng import get_all_rng_states
 
 PROGRAMS = int(os.environ.get("NVTE_EXT_TEST_PROGRAMS") or 2000)
 SEED = int(os.environ.get("NVTE_EXT_TEST_SEED") or 0)
@@ -176,6 +178,15 @@ def test_untracked_streams_are_caught() -> None:
     found = _failures(engine, 100, streams=True)
     assert any("without checkpointing: gradient of input" in failure for failure in found), found
     assert any("without checkpointing: state of (0, 'a')" in failure for failure in found), found
+
+
+def test_nothing_of_a_program_lives_on() -> None:
+    gc.collect()
+    before, engine = set(get_all_rng_states()), Package()
+    for number in range(100):
+        check(numbered_program(number), "cpu", engine)
+    gc.collect()
+    assert set(get_all_rng_states()) == before
 
 
 def test_repr_of_a_program_builds_it_again() -> None:
