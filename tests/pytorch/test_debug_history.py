@@ -33,6 +33,7 @@ def debugging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(debug, "ENABLED", True)
     yield
     history.forget()
+    assert not debug._runs, "a run that has ended still counts as open"
 
 
 def ones(count: int = 8) -> torch.Tensor:
