@@ -4,9 +4,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from transformer_engine_ext.pytorch.distributed import collectives
 from transformer_engine_ext.pytorch.distributed.collectives import ControlGroup, _plausible
 
 
@@ -26,3 +33,23 @@ def test_ranks_that_are_in_different_calls(size: int) -> None:
     with pytest.raises(RuntimeError, match=rf"a test: the ranks are not in the same call, since one announced {size} "):
         _plausible(torch.tensor([size]), "a test", least=5)
     assert _plausible(torch.tensor([5]), "a test", least=5) == 5
+
+
+def test_groups_end_with_the_job(tmp_path: Path) -> None:
+    """See Note [Groups are not kept alive]: a group that outlives the job can abort the process at its end."""
+    timeout = timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        control = ControlGroup()
+        group = collectives._shared.get(timeout)
+        assert collectives._shared.get(timeout) is group
+        kept, world = weakref.ref(group), weakref.ref(dist.group.WORLD)
+        del group
+        gc.collect()
+        assert kept() is not None, "torch.distributed keeps the group as long as the job lasts"
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert kept() is None
+    assert world() is None
+    assert control.gather(b"one", "a test") == [b"one"]

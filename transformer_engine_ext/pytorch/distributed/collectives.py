@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -29,26 +30,36 @@ _FIRST_LOOK_SECONDS = 1.0
 _T = TypeVar("_T")
 
 
+# Note [Groups are not kept alive]
+# Only weak references to process groups are kept. torch.distributed keeps its groups itself until they are destroyed; a
+# group that lives longer keeps gloo's threads alive, and one of those that frees a tensor while the interpreter ends
+# (it needs the interpreter's lock for that) aborts the process: "terminate called without an active exception".
 class _SharedGroups:
     """The gloo groups of this process, one per time-out, for as long as the world stays the same."""
 
     # Shared, because every group costs a connection per pair of ranks, and so that it does not matter through which
     # object a rank takes part in a message.
     def __init__(self) -> None:
-        self._world: dist.ProcessGroup | None = None
-        self._groups: dict[timedelta, dist.ProcessGroup] = {}
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
+        self._groups: dict[timedelta, weakref.ref[dist.ProcessGroup]] = {}
 
     def get(self, timeout: timedelta) -> dist.ProcessGroup:
         """Return the group; the first call for a time-out makes it, which is a collective call itself."""
-        if dist.group.WORLD is not self._world:
-            self._world, self._groups = dist.group.WORLD, {}
-        if timeout not in self._groups:
-            self._groups[timeout] = dist.new_group(backend="gloo", timeout=timeout)
-        return self._groups[timeout]
+        world = dist.group.WORLD
+        if self._world is None or world is not self._world():
+            # See Note [Groups are not kept alive]
+            self._world, self._groups = weakref.ref(world) if world is not None else None, {}
+        known = self._groups.get(timeout)
+        group = known() if known is not None else None
+        if group is None:
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            self._groups[timeout] = weakref.ref(group)
+        return group
 
     def drop(self, timeout: timedelta) -> str:
         """Destroy a group that failed; returns its name, "new" if it was not made yet."""
-        group = self._groups.pop(timeout, None)
+        known = self._groups.pop(timeout, None)
+        group = known() if known is not None else None
         if group is None:
             return "new"
         name = group.group_name
@@ -90,7 +101,8 @@ class ControlGroup:
         self.timeout = timeout
         initialised = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if initialised else (0, 1)
-        self._world = dist.group.WORLD if initialised else None
+        world = dist.group.WORLD if initialised else None
+        self._world = weakref.ref(world) if world is not None else None  # See Note [Groups are not kept alive]
 
     def gather(self, payload: bytes, what: str) -> list[bytes] | None:
         """Return every rank's bytes, in the order of ranks, on rank 0; None on the others."""
@@ -162,8 +174,11 @@ class ControlGroup:
         """Raise if the ranks of the job are not those that this object was made for. Local."""
         initialised = dist.is_available() and dist.is_initialized()
         now = dist.get_world_size() if initialised else 1
+        world = dist.group.WORLD if initialised else None
+        then = self._world() if self._world is not None else None
+        ended = self._world is not None and then is None
         # A single process remains one whether or not it has a group.
-        if max(now, self.world_size) > 1 and (dist.group.WORLD if initialised else None) is not self._world:
+        if max(now, self.world_size) > 1 and (ended or world is not then):
             raise RuntimeError(
                 f"{what}: torch.distributed was ended or initialised anew since this object was made (then: rank "
                 f"{self.rank} of {self.world_size}, now {now} in all); make a new one"
