@@ -55,6 +55,18 @@ def plain_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return function(*args, **kwargs)
 
 
+class Counted:
+    """A function, or a module that need not be seen as one, with the number of its executions in ``runs``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.runs = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        return self.function(*args, **kwargs)
+
+
 class Proof:
     """Counts the executions of one function and watches tensors made inside it.
 

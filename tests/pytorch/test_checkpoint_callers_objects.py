@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from _proof import ENGINE_IDS, ENGINES, Proof
+from _proof import ENGINE_IDS, ENGINES, Counted, Proof
 from transformer_engine_ext.errors import CheckpointArgumentError, StateFormatError
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
 
@@ -106,9 +106,10 @@ def test_b5_lists_that_the_function_uses_up_are_whole_in_the_recompute(use_reent
     def region(x: torch.Tensor, steps: Any) -> torch.Tensor:
         return (x * (steps[0] if isinstance(steps, tuple) else steps).pop()).sin()
 
-    x = torch.ones(3, requires_grad=True)
-    te_checkpoint(region, x, wrap([1.0, 3.0]), use_reentrant=use_reentrant).sum().backward()
+    x, counted = torch.ones(3, requires_grad=True), Counted(region)
+    te_checkpoint(counted, x, wrap([1.0, 3.0]), use_reentrant=use_reentrant).sum().backward()
     assert torch.equal(x.grad, 3 * (3 * x.detach()).cos())
+    assert counted.runs == 2
 
 
 @engines
@@ -141,19 +142,20 @@ def test_b5_tensors_in_other_results_are_refused_where_they_would_lose_their_gra
 
 def test_b5_integer_tensors_in_opaque_results_pass() -> None:
     x = torch.ones(2, requires_grad=True)
-    y, meta = te_checkpoint(lambda v: (v * 2, Slotted(torch.tensor([1]))), x)
+    region = Counted(lambda v: (v * 2, Slotted(torch.tensor([1]))))
+    y, meta = te_checkpoint(region, x)
     y.sum().backward()
     assert meta.value.item() == 1
+    assert region.runs == 2
 
 
 @engines
 def test_b8_recompute_uses_the_forwards_default_dtype(use_reentrant: bool) -> None:
     x = torch.ones(4, requires_grad=True)
+    region = Counted(lambda v: (v * torch.full((4,), 1 / 3).to(torch.float32)).sin())
     torch.set_default_dtype(torch.float64)
     try:
-        y = te_checkpoint(
-            lambda v: (v * torch.full((4,), 1 / 3).to(torch.float32)).sin(), x, use_reentrant=use_reentrant
-        )
+        y = te_checkpoint(region, x, use_reentrant=use_reentrant)
     finally:
         torch.set_default_dtype(torch.float32)
     torch.set_default_dtype(torch.bfloat16)
@@ -164,6 +166,7 @@ def test_b8_recompute_uses_the_forwards_default_dtype(use_reentrant: bool) -> No
         torch.set_default_dtype(torch.float32)
     third = torch.tensor(1 / 3)
     assert torch.equal(x.grad, torch.full((4,), float(third.cos() * third)))
+    assert region.runs == 2
 
 
 def test_c3_damaged_bytes_change_nothing() -> None:

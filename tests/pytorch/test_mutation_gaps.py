@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from _foreign import ByteTracker
+from _proof import Counted
 from _regions import both_engines, leaf, new_tracker, stream_values
 from transformer_engine_ext.errors import RecomputeMismatchError, SavedTensorMismatchError
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, in_checkpoint_region, is_recomputing, te_checkpoint
@@ -126,15 +127,21 @@ def test_c4_later_tracker_gets_the_qualified_key_whichever_is_filled_first() -> 
 
 @both_engines
 def test_b8_function_that_raises_leaves_autocasts_cache_as_it_was(use_reentrant: bool) -> None:
-    def region(x: torch.Tensor) -> torch.Tensor:
-        raise ValueError("in forward")
+    def raises_at_first(x: torch.Tensor) -> torch.Tensor:
+        if region.runs == 1:
+            raise ValueError("in forward")
+        return x.sin()
 
+    region = Counted(raises_at_first)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         before = torch.is_autocast_cache_enabled()
         assert before
         with pytest.raises(ValueError, match="in forward"):
             te_checkpoint(region, leaf(3), use_reentrant=use_reentrant)
         assert torch.is_autocast_cache_enabled() == before
+        te_checkpoint(region, leaf(3), use_reentrant=use_reentrant).sum().backward()
+        assert torch.is_autocast_cache_enabled() == before
+    assert region.runs == 3
 
 
 @pytest.mark.parametrize("kind", ["another number", "another shape"])

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from _capture import FakeKit, Kit, Rig, kit
+from _proof import Counted
 from _regions import both_engines, leaf, new_tracker
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
 from transformer_engine_ext.pytorch.rng import register_streams, registration, snapshot
@@ -29,11 +30,12 @@ def test_a9_generator_made_inside_a_region_that_stops_early_is_no_fault() -> Non
             y = F.dropout(x, 0.5)
         return y.sin() + 1  # a node behind the last saved tensor, so that the recompute is stopped
 
-    x = leaf(64)
-    y = te_checkpoint(region, x, use_reentrant=False)
+    x, counted = leaf(64), Counted(region)
+    y = te_checkpoint(counted, x, use_reentrant=False)
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad == 0, y.detach() == 1)
+    assert counted.runs == 2
 
 
 def test_overlapping_forks_leave_no_binding_behind(device: str) -> None:

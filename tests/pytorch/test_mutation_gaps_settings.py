@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from _proof import Counted
 from _regions import both_engines, leaf
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
 
@@ -25,9 +26,11 @@ def _cast() -> torch.autocast:
 def test_b8_casts_of_a_recompute_are_forgotten_with_it(use_reentrant: bool) -> None:
     """A cast weight that stayed in autocast's cache would outlive the optimizer's step."""
     linear, x = torch.nn.Linear(4, 4), leaf(2, 4)
+    region = Counted(linear)
     with _cast():
-        y = te_checkpoint(linear, x, use_reentrant=use_reentrant)
+        y = te_checkpoint(region, x, use_reentrant=use_reentrant)
     y.float().sum().backward()
+    assert region.runs == 2
     with torch.no_grad():
         linear.weight.add_(1)
         with _cast():
@@ -43,9 +46,11 @@ def test_b8_weight_used_in_a_region_and_behind_it_gets_both_gradients(use_reentr
     for run in (lambda f, x: f(x), lambda f, x: te_checkpoint(f, x, use_reentrant=use_reentrant)):
         torch.manual_seed(3)
         linear, x = torch.nn.Linear(4, 4), leaf(2, 4)
+        region = Counted(linear)
         with _cast():
-            y = run(linear, x) + linear(2 * x)
+            y = run(region, x) + linear(2 * x)
         y.float().sum().backward()
+        assert region.runs == 1 + len(gradients)
         assert linear.weight.grad is not None
         gradients.append(linear.weight.grad)
     # The casts are two, so their gradients are rounded apart; a lost one would be a third of the sum or more.
@@ -154,8 +159,9 @@ class _Shared:
 @both_engines
 def test_b5_object_that_cannot_be_copied_keeps_its_tensors_apart_from_the_others(use_reentrant: bool) -> None:
     shared, x, w = _Shared(torch.full((3,), 2.0)), leaf(3), leaf(3, seed=4)
-    y = te_checkpoint(lambda a, b, c: (a * b.scale * c).sin(), x, shared, w, use_reentrant=use_reentrant)
-    y.sum().backward()
+    region = Counted(lambda a, b, c: (a * b.scale * c).sin())
+    te_checkpoint(region, x, shared, w, use_reentrant=use_reentrant).sum().backward()
+    assert region.runs == 2
     z = (2 * x.detach() * w.detach()).cos() * 2
     torch.testing.assert_close(x.grad, z * w.detach())
     torch.testing.assert_close(w.grad, z * x.detach())

@@ -143,9 +143,10 @@ def test_b15_positional_options_are_understood_and_warned_of_at_the_callers_line
     patch()
     x, seen = torch.ones(8, requires_grad=True), []
     with pytest.warns(DeprecationWarning, match="positional") as caught:
-        te.checkpoint(lambda *args: seen.append(args) or args[0] * 1, False, lambda: tracker, None, x, None)
+        y = te.checkpoint(lambda *args: seen.append(args) or args[0] * 1, False, lambda: tracker, None, x, None)
     assert caught[0].filename == __file__
-    assert [len(args) for args in seen] == [2]
+    y.sum().backward()
+    assert [len(args) for args in seen] == [2, 2]
 
 
 def test_the_class_stays_and_so_do_instances_of_before_and_of_meanwhile(folder: Path) -> None:

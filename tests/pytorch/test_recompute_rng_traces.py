@@ -96,7 +96,7 @@ def test_c3_copy_of_edited_states_is_edited_too(device: str) -> None:
         assert torch.equal(torch.rand(4, device=device), drawn)
 
 
-def test_b16_deep_copy_of_a_tracker_is_independent(device: str) -> None:
+def test_deep_copy_of_a_tracker_is_independent(device: str) -> None:
     tracker = _tracker(device, a=1)
     with tracker.fork("a"):
         torch.rand(3, device=device)
@@ -118,8 +118,11 @@ def test_b16_deep_copy_of_a_tracker_is_independent(device: str) -> None:
 def test_b13_output_that_a_module_keeps_does_not_keep_the_region() -> None:
     """Non-reentrant only: the reentrant engine's recompute leaves no hook in any graph."""
 
+    runs: list[int] = []
+
     class Keeps(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
             self.last = x.sin().exp() + 1
             return self.last
 
@@ -130,3 +133,4 @@ def test_b13_output_that_a_module_keeps_does_not_keep_the_region() -> None:
     del module
     gc.collect()
     assert alive() is None, "the module is held by the graph of its own recompute"
+    assert len(runs) == 2

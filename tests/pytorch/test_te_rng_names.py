@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from _proof import Counted
 from transformer_engine_ext.errors import CheckpointArgumentError
 from transformer_engine_ext.pytorch import distributed, te_checkpoint
 from transformer_engine_ext.pytorch.recompute.legacy import take_positional_options
@@ -78,11 +79,11 @@ def test_graph_safety_is_that_of_this_torch() -> None:
         (True, list, None),  # only three
     ],
 )
-def test_b15_what_is_no_legacy_call_stays_as_it_is(args: tuple[Any, ...]) -> None:
+def test_what_is_no_legacy_call_stays_as_it_is(args: tuple[Any, ...]) -> None:
     assert take_positional_options(print, args, {}, 1) == (args, None)
 
 
-def test_b15_callable_without_a_signature_keeps_its_arguments() -> None:
+def test_callable_without_a_signature_keeps_its_arguments() -> None:
     args = (True, None, None, 1)
     with pytest.raises(ValueError, match="signature"):
         inspect.signature(max)
@@ -113,8 +114,10 @@ def test_b5_opaque_result_with_a_tensor_is_refused(wrap: Any) -> None:
 def test_b5_opaque_results_without_tensors_and_modules_pass() -> None:
     x = torch.ones(2, requires_grad=True)
     layer = torch.nn.Linear(1, 1)
-    y, module, kind, name = te_checkpoint(lambda v: (v * 2, layer, Opaque, "name"), x)
+    region = Counted(lambda v: (v * 2, layer, Opaque, "name"))
+    y, module, kind, name = te_checkpoint(region, x)
     y.sum().backward()
+    assert region.runs == 2
     assert (module, kind, name) == (layer, Opaque, "name")
 
 
@@ -128,7 +131,8 @@ def test_b5_mappings_are_rebuilt_for_the_recompute(use_reentrant: bool, kind: An
         assert type(values) is kind
         return (values["x"] * values["n"]).exp()
 
-    y = te_checkpoint(region, given, use_reentrant=use_reentrant)
-    y.sum().backward()
+    counted = Counted(region)
+    te_checkpoint(counted, given, use_reentrant=use_reentrant).sum().backward()
     assert torch.equal(x.grad, (x * 3).exp() * 3)
+    assert counted.runs == 2
     assert given["x"] is x
