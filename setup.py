@@ -1,11 +1,11 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The native library only; everything else about the package is static and lies in pyproject.toml.
+"""The native libraries only; everything else about the package is static and lies in pyproject.toml.
 
-``NVTE_EXT_WITH_CSRC`` says whether to build it: ``auto``, the default, where it is of use and possible, going on
-without it when the build fails; ``1``: always, and a failure is an error; ``0``: never. It is compiled against the
-torch of the environment that builds, so only ``pip install --no-build-isolation`` can build it: an isolated build has
-no torch (see pyproject.toml) and makes the pure Python wheel.
+``NVTE_EXT_WITH_CSRC`` says whether to build those that the torch of the environment has a use for: ``auto``, the
+default, goes on without one that can't be built; ``1`` makes that an error; ``0`` builds none. They are compiled
+against that torch, so only ``pip install --no-build-isolation`` can build them: an isolated build has no torch (see
+pyproject.toml) and makes the pure Python wheel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from setuptools import Command, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -31,9 +31,9 @@ _spec.loader.exec_module(native)
 
 
 class BuildNative(Command):
-    """Build the native library into the wheel or, for an editable installation, beside its source."""
+    """Build the native libraries into the wheel or, for an editable installation, beside their sources."""
 
-    description = "build the native library (NVTE_EXT_WITH_CSRC=auto|0|1)"
+    description = "build the native libraries (NVTE_EXT_WITH_CSRC=auto|0|1)"
     user_options: ClassVar[list[tuple[str, str, str]]] = []
     editable_mode = False
 
@@ -48,48 +48,63 @@ class BuildNative(Command):
     def run(self) -> None:
         """Build, or say why not."""
         target = (ROOT if self.editable_mode else Path(self.build_lib)) / FOLDER
-        for name in (native.LIBRARY, native.INFO):
-            (target / name).unlink(missing_ok=True)  # of an earlier build, maybe for another torch
+        for library in native.LIBRARIES:
+            for name in library.files:
+                (target / name).unlink(missing_ok=True)  # of an earlier build, maybe for another torch
         try:
             setting = native.switch("NVTE_EXT_WITH_CSRC", "auto", ["auto", "0", "1"])
         except native.NativeBuildError as error:
             raise OptionError(str(error)) from None
         if setting == "0":
-            self.announce("no native library: NVTE_EXT_WITH_CSRC=0", logging.INFO)
+            self.announce("no native libraries: NVTE_EXT_WITH_CSRC=0", logging.INFO)
             return
-        try:
-            self.announce(f"built {self.build_native(target, optional=setting == 'auto')}", logging.INFO)
-        except native.NativeBuildError as error:
-            if setting == "1":
-                raise CompileError(f"NVTE_EXT_WITH_CSRC=1, but the native library can't be built: {error}") from None
-            self.warn(f"going on without the native library: {error}")
-
-    def build_native(self, target: Path, *, optional: bool) -> Path:
-        """Return the path of the library."""
         try:
             torch = native.TorchBuild.running()
         except (ImportError, OSError) as error:
-            raise native.NativeBuildError(
+            self.go_on_without(
+                "the native libraries",
                 f"{sys.executable} can't import torch ({error}); an isolated build never can, so use "
-                "pip install --no-build-isolation"
-            ) from None
-        reason = native.obstacle(torch)
-        if reason is None and optional and torch.reads_itself:
-            reason = f"{torch} needs none"
-        if reason is not None:
-            raise native.NativeBuildError(reason)
-        return native.build(target, torch)
+                "pip install --no-build-isolation",
+                allowed=setting == "auto",
+            )
+            return
+        for library in native.LIBRARIES:
+            self.build_library(library, target, torch, optional=setting == "auto")
 
-    def has_library(self) -> bool:
-        """Tell whether the build that ran has a library to put into a wheel."""
-        return not self.editable_mode and self.build_lib is not None and self._outputs()[0].is_file()
+    def build_library(self, library: Any, target: Path, torch: Any, *, optional: bool) -> None:
+        """Build one library, unless this torch has no use for it."""
+        unused = library.unused(torch)
+        if unused is not None:
+            self.announce(f"{library.file} is not built: {unused}", logging.INFO)
+            return
+        reason = library.obstacle()
+        if reason is None:
+            try:
+                self.announce(f"built {native.build(library, target, torch)}", logging.INFO)
+            except native.NativeBuildError as error:
+                reason = str(error)
+        if reason is not None:
+            self.go_on_without(f"{library.file} ({library.purpose})", reason, allowed=optional)
+
+    def go_on_without(self, what: str, reason: str, *, allowed: bool) -> None:
+        """Warn or raise."""
+        if not allowed:
+            raise CompileError(f"NVTE_EXT_WITH_CSRC=1, but {what} can't be built: {reason}")
+        self.warn(f"going on without {what}: {reason}")
+
+    def has(self, *libraries: Any) -> bool:
+        """Tell whether the build that ran has one of the libraries to put into a wheel."""
+        return not self.editable_mode and any((self._target() / library.file).is_file() for library in libraries)
+
+    def _target(self) -> Path:
+        return Path(self.build_lib) / FOLDER
 
     def _outputs(self) -> list[Path]:
-        return [Path(self.build_lib) / FOLDER / name for name in (native.LIBRARY, native.INFO)]
+        return [self._target() / name for library in native.LIBRARIES for name in library.files]
 
     def get_source_files(self) -> list[str]:
         """Return what belongs into the source distribution."""
-        return [str(FOLDER / native.SOURCE.name)]
+        return [str(FOLDER / library.source.name) for library in native.LIBRARIES]
 
     def get_outputs(self) -> list[str]:
         """Return the files that are there."""
@@ -103,20 +118,24 @@ class BuildNative(Command):
 
 
 class Build(build):
-    """setuptools' build and the native library."""
+    """setuptools' build and the native libraries."""
 
     sub_commands: ClassVar = [*build.sub_commands, ("build_native", None)]
 
 
 class BdistWheel(bdist_wheel):
-    """A wheel with a library fits one platform, but every Python: the library knows no Python."""
+    """A wheel with a library fits one platform, and the Pythons that can load all that is in it."""
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the wheel's tag; first asked for when everything is built and in place."""
-        if self.get_finalized_command("build_native").has_library():
-            self.root_is_pure = False
-            return "py3", "none", super().get_tag()[2]
-        return super().get_tag()
+        built = self.get_finalized_command("build_native")
+        if not built.has(*native.LIBRARIES):
+            return super().get_tag()
+        self.root_is_pure = False
+        platform = super().get_tag()[2]
+        if built.has(*[library for library in native.LIBRARIES if library.extension]):
+            return "cp" + "".join(map(str, native.LIMITED_API)), "abi3", platform
+        return "py3", "none", platform  # torch loads the others: they know no Python
 
 
 if __name__ == "__main__":

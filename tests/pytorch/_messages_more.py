@@ -21,7 +21,7 @@ from transformer_engine_ext.pytorch.distributed.arguments import warn_of_unknown
 from transformer_engine_ext.pytorch.distributed.collisions import audit_seeds
 from transformer_engine_ext.pytorch.distributed.derivations import derive_table
 from transformer_engine_ext.pytorch.distributed.topology import Layout
-from transformer_engine_ext.pytorch.rng import native
+from transformer_engine_ext.pytorch.rng import native, native_find, native_streams
 from transformer_engine_ext.pytorch.rng.native_build import TorchBuild
 
 # ---------------------------------------------------------------- CUDA graphs and the native library
@@ -30,10 +30,11 @@ from transformer_engine_ext.pytorch.rng.native_build import TorchBuild
 def fake_torch_211(around: Around) -> None:
     """Make this process look like one with torch 2.11 and CUDA, whose native library was not built."""
     around.monkeypatch.setattr(TorchBuild, "running", classmethod(lambda cls: torch_build(around.folder)))
-    around.monkeypatch.setattr(native, "PACKAGE_FOLDER", around.folder)
+    around.monkeypatch.setattr(native_find, "PACKAGE_FOLDER", around.folder)
     around.monkeypatch.setattr(native, "_reader", None)
     around.monkeypatch.setattr(native, "_warm", False)
-    around.monkeypatch.setattr(native, "_capturing", lambda: False)
+    around.monkeypatch.setattr(native_streams, "prepare", lambda: None)
+    around.monkeypatch.setattr(native_find, "capturing", lambda: False)
     around.monkeypatch.setenv("NVTE_EXT_CACHE_DIR", str(around.folder / "cache"))
 
 
@@ -91,6 +92,23 @@ def native_library_cannot_be_built(around: Around) -> None:
     around.monkeypatch.setenv("NVTE_EXT_JIT", "1")
     FakeCompiler(around.folder).use(around.monkeypatch, fail="no such header")
     native.warm_up()
+
+
+@case(
+    RuntimeWarning,
+    "no such header",
+    "streams.so, which moves streams faster",
+    "NVTE_EXT_NATIVE=0 does without",
+    site="prepare",
+)
+def fast_streams_cannot_be_built(around: Around) -> None:
+    around.monkeypatch.setattr(native_find, "PACKAGE_FOLDER", around.folder)
+    around.monkeypatch.setattr(native_streams, "_loaded", None)
+    around.monkeypatch.setattr(native_streams, "_settled", False)
+    around.monkeypatch.setenv("NVTE_EXT_CACHE_DIR", str(around.folder / "cache"))
+    around.monkeypatch.setenv("NVTE_EXT_JIT", "1")
+    FakeCompiler(around.folder).use(around.monkeypatch, fail="no such header")
+    assert native_streams.load() is None
 
 
 # ---------------------------------------------------------------- the whole job

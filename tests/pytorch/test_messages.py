@@ -19,7 +19,7 @@ from _helpers import run_distributed
 from _messages import CASES, Around, Case
 from _source import PACKAGE, source_files
 from transformer_engine_ext import errors
-from transformer_engine_ext.pytorch.rng import native
+from transformer_engine_ext.pytorch.rng import native_find
 
 #: Cases that take two ranks: row of the launch, class, what, where, action.
 RANKS = {
@@ -41,9 +41,9 @@ ABSTRACT = {errors.TEExtError}
 
 @pytest.fixture
 def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Around]:
-    native._settings.cache_clear()
+    native_find.settings.cache_clear()
     yield Around(tmp_path, monkeypatch)
-    native._settings.cache_clear()
+    native_find.settings.cache_clear()
 
 
 def assert_says(text: str, what: str, where: str, action: str) -> None:
@@ -63,7 +63,7 @@ def test_message(row: Case, around: Around) -> None:
         assert warning.category is row.kind
         text = str(warning.message)
         # The line to change is the caller's, not one of this package.
-        assert row.site in ("audit_seeds", "warm_up") or warning.filename in HERE, warning.filename
+        assert row.site in ("audit_seeds", "warm_up", "prepare") or warning.filename in HERE, warning.filename
     else:
         with pytest.raises(row.kind) as raised:
             row.provoke(around)

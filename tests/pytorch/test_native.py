@@ -18,8 +18,8 @@ import torch
 
 from _native import FakeCompiler, torch_build
 from transformer_engine_ext.errors import NativeUnavailableError, SettingError, UnsupportedCaptureError
-from transformer_engine_ext.pytorch.rng import native, native_build
-from transformer_engine_ext.pytorch.rng.native_build import LIBRARY, TorchBuild
+from transformer_engine_ext.pytorch.rng import native, native_build, native_find, native_jit, native_streams
+from transformer_engine_ext.pytorch.rng.native_build import PHILOX, TorchBuild
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,8 @@ def as_new(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(native, "_reader", None)
     monkeypatch.setattr(native, "_warm", False)
-    settings = native._settings
+    monkeypatch.setattr(native_streams, "prepare", lambda: None)  # see test_native_streams.py
+    settings = native_find.settings
     settings.cache_clear()
     yield
     settings.cache_clear()
@@ -40,7 +41,7 @@ def torch_211(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make this process look like one with torch 2.11 and CUDA; returns the folder for the installed library."""
     build = torch_build(tmp_path / "torch")
     monkeypatch.setattr(TorchBuild, "running", classmethod(lambda cls: build))
-    monkeypatch.setattr(native, "PACKAGE_FOLDER", tmp_path / "csrc")
+    monkeypatch.setattr(native_find, "PACKAGE_FOLDER", tmp_path / "csrc")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setenv("NVTE_EXT_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "csrc"
@@ -72,9 +73,9 @@ def test_unknown_setting(monkeypatch: pytest.MonkeyPatch, name: str, value: str,
 
 def test_settings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_EXT_NATIVE", "0")
-    before = native._settings()
+    before = native_find.settings()
     monkeypatch.setenv("NVTE_EXT_NATIVE", "yes")
-    assert native._settings() is before
+    assert native_find.settings() is before
 
 
 def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_missing_library_says_what_to_do(torch_211: Path) -> None:
     text = reason()
     for part in (
         "torch 2.11.0+cu130 (CUDA 13.0)",
-        f"there is no {LIBRARY} in {torch_211}",
+        f"there is no {PHILOX.file} in {torch_211}",
         "install torch >= 2.14",
         "NVTE_EXT_WITH_CSRC=1 pip install --no-build-isolation --no-deps --force-reinstall",
         "NVTE_EXT_JIT=1",
@@ -108,20 +109,20 @@ def test_missing_library_says_what_to_do(torch_211: Path) -> None:
 def test_library_for_another_torch_is_not_loaded(
     torch_211: Path, tmp_path: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native_build.build(torch_211, torch_build(tmp_path, version="2.10.0+cu130"))
+    native_build.build(PHILOX, torch_211, torch_build(tmp_path, version="2.10.0+cu130"))
     monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail(f"loaded {path}"))
     assert "was built for torch 2.10.0+cu130, this is torch 2.11.0+cu130" in reason()
 
 
 def test_library_that_cannot_be_loaded(torch_211: Path, tmp_path: Path, compiler: FakeCompiler) -> None:
-    native_build.build(torch_211, torch_build(tmp_path))
-    assert f"{torch_211 / LIBRARY} cannot be loaded: " in reason()
+    native_build.build(PHILOX, torch_211, torch_build(tmp_path))
+    assert f"{torch_211 / PHILOX.file} cannot be loaded: " in reason()
 
 
 def test_native_0_forbids_the_library(
     torch_211: Path, tmp_path: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native_build.build(torch_211, torch_build(tmp_path))
+    native_build.build(PHILOX, torch_211, torch_build(tmp_path))
     monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail(f"loaded {path}"))
     monkeypatch.setenv("NVTE_EXT_NATIVE", "0")
     monkeypatch.setenv("NVTE_EXT_JIT", "1")
@@ -140,13 +141,13 @@ def test_failure_is_tried_again_and_success_is_kept(
     loaded: list[str] = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     assert "there is no" in reason()
-    native_build.build(torch_211, torch_build(tmp_path))
-    expected = (True, f"{torch_211 / LIBRARY}, built for torch 2.11.0+cu130 (CUDA 13.0)")
+    native_build.build(PHILOX, torch_211, torch_build(tmp_path))
+    expected = (True, f"{torch_211 / PHILOX.file}, built for torch 2.11.0+cu130 (CUDA 13.0)")
     assert native.native_status() == expected
     shutil.rmtree(torch_211)
     assert native.native_status() == expected
     native.prepare()
-    assert loaded == [str(torch_211 / LIBRARY)]
+    assert loaded == [str(torch_211 / PHILOX.file)]
 
 
 def test_jit_builds_in_prepare_only(
@@ -172,12 +173,12 @@ def test_jit_does_not_build_during_capture(
     torch_211: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NVTE_EXT_JIT", "1")
-    monkeypatch.setattr(native, "_capturing", lambda: True)
+    monkeypatch.setattr(native_find, "capturing", lambda: True)
     with pytest.raises(UnsupportedCaptureError, match=r"native\.prepare\(\) before the capture starts"):
         native.prepare()
     native.warm_up()
     assert compiler.runs == []
-    monkeypatch.setattr(native, "_capturing", lambda: False)
+    monkeypatch.setattr(native_find, "capturing", lambda: False)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     native.warm_up()
     assert len(compiler.runs) == 1, "a warm-up that came too early is made up for"
@@ -200,16 +201,16 @@ def test_jit_library_that_is_damaged(
     with pytest.raises(NativeUnavailableError, match="cannot be loaded"):
         native.prepare()
     (folder,) = (tmp_path / "cache").iterdir()
-    (folder / native_build.INFO).write_text("")
+    (folder / PHILOX.info).write_text("")
     assert f"is damaged (JSONDecodeError: Expecting value: line 1 column 1 (char 0)); delete {folder}" in reason()
-    monkeypatch.setattr(native.native_jit, "distrust", lambda folder: "it is another user's")
+    monkeypatch.setattr(native_jit, "distrust", lambda library: "it is another user's")
     assert f"it is another user's; delete {folder}" in reason()
 
 
 def test_warm_up_without_a_request_looks_for_nothing(torch_211: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_find", lambda **_: pytest.fail("looked"))
     native.warm_up()
-    monkeypatch.setattr(native, "_settings", lambda: pytest.fail("asked again"))
+    monkeypatch.setattr(native_find, "settings", lambda: pytest.fail("asked again"))
     native.warm_up()
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from _native import FakeCompiler, alive, torch_build, wait_until
-from transformer_engine_ext.pytorch.rng import native_build
-from transformer_engine_ext.pytorch.rng.native_build import INFO, LIBRARY, SOURCE, NativeBuildError, TorchBuild
+from transformer_engine_ext.pytorch.rng import native_build, native_fit
+from transformer_engine_ext.pytorch.rng.native_build import PHILOX, NativeBuildError, TorchBuild
 
 
 @pytest.fixture
@@ -29,18 +29,18 @@ def compiler(tmp_path: Path) -> Iterator[FakeCompiler]:
 def built(tmp_path: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a library for `torch_build()`."""
     compiler.use(monkeypatch)
-    native_build.build(tmp_path / "built", torch_build(tmp_path))
+    native_build.build(PHILOX, tmp_path / "built", torch_build(tmp_path))
     return tmp_path / "built"
 
 
 def test_build_writes_library_and_information(built: Path, tmp_path: Path) -> None:
-    assert sorted(path.name for path in built.iterdir()) == [INFO, LIBRARY], "nothing temporary is left"
-    assert (built / LIBRARY).stat().st_mode & 0o777 == 0o755
-    assert (built / INFO).stat().st_mode & 0o777 == 0o644
-    info = json.loads((built / INFO).read_text())
+    assert sorted(path.name for path in built.iterdir()) == [PHILOX.info, PHILOX.file], "nothing temporary is left"
+    assert (built / PHILOX.file).stat().st_mode & 0o777 == 0o755
+    assert (built / PHILOX.info).stat().st_mode & 0o777 == 0o644
+    info = json.loads((built / PHILOX.info).read_text())
     assert (info["torch"], info["cuda"], info["cxx11_abi"]) == ("2.11.0+cu130", "13.0", True)
-    assert info["source_sha256"] == native_build.source_hash(SOURCE)
-    assert native_build.misfit(built, torch_build(tmp_path)) is None
+    assert info["source_sha256"] == native_build.source_hash(PHILOX.source)
+    assert native_fit.misfit(PHILOX, built, torch_build(tmp_path)) is None
 
 
 def test_failed_build_says_why_and_keeps_what_was_there(
@@ -49,10 +49,10 @@ def test_failed_build_says_why_and_keeps_what_was_there(
     compiler.use(monkeypatch, fail="no such header")
     before = {path.name: path.read_bytes() for path in built.iterdir()}
     with pytest.raises(NativeBuildError) as caught:
-        native_build.build(built, torch_build(tmp_path, version="2.10.0+cu130"))
+        native_build.build(PHILOX, built, torch_build(tmp_path, version="2.10.0+cu130"))
     assert "exit code 1" in str(caught.value)
     assert "error: no such header" in str(caught.value)
-    assert str(SOURCE) in str(caught.value), "the command, to be tried by hand"
+    assert str(PHILOX.source) in str(caught.value), "the command, to be tried by hand"
     assert {path.name: path.read_bytes() for path in built.iterdir()} == before
 
 
@@ -65,7 +65,7 @@ def test_compiler_that_hangs_is_ended_with_its_children(
     monkeypatch.setenv("CXX", f"sh {wrapper}")
     for timeout in (2, 8, 32):  # longer on a busy machine, where the compiler starts late
         with pytest.raises(NativeBuildError, match=rf"not finished after {timeout} s: sh "):
-            native_build.build(tmp_path / "built", torch_build(tmp_path), timeout=timeout)
+            native_build.build(PHILOX, tmp_path / "built", torch_build(tmp_path), timeout=timeout)
         if compiler.runs:
             break
     (pid,) = compiler.runs
@@ -77,7 +77,7 @@ def test_folder_that_cannot_be_written(tmp_path: Path, compiler: FakeCompiler, m
     compiler.use(monkeypatch)
     (tmp_path / "file").touch()
     with pytest.raises(NativeBuildError, match="cannot build in "):
-        native_build.build(tmp_path / "file", torch_build(tmp_path))
+        native_build.build(PHILOX, tmp_path / "file", torch_build(tmp_path))
     assert compiler.runs == []
 
 
@@ -86,12 +86,12 @@ def test_folder_that_cannot_be_written(tmp_path: Path, compiler: FakeCompiler, m
 )
 def test_command(tmp_path: Path, version: str, standard: int) -> None:
     torch = torch_build(tmp_path, version=version, cxx11_abi=False)
-    command = native_build.compile_command(["ccache", "g++"], SOURCE, Path("out.so"), torch)
+    command = native_build.compile_command(PHILOX, ["ccache", "g++"], Path("out.so"), torch)
     assert command[:3] == ["ccache", "g++", f"-std=c++{standard}"]
     assert "-D_GLIBCXX_USE_CXX11_ABI=0" in command
     assert command[command.index("-isystem") + 1] == str(tmp_path / "include")
     assert command[command.index("-o") + 1] == "out.so"
-    assert {f"-L{tmp_path / 'lib'}", "-ltorch_cuda", str(SOURCE)} <= set(command)
+    assert {f"-L{tmp_path / 'lib'}", "-ltorch_cuda", str(PHILOX.source)} <= set(command)
 
 
 def test_compiler_is_cxx_or_the_first_of_the_usual_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +128,12 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("change", FITS, ids=str)
 def test_library_fits(built: Path, tmp_path: Path, change: dict[str, Any]) -> None:
-    assert native_build.misfit(built, torch_build(tmp_path, **change)) is None
+    assert native_fit.misfit(PHILOX, built, torch_build(tmp_path, **change)) is None
 
 
 @pytest.mark.parametrize(("change", "reason"), MISFITS, ids=str)
 def test_library_does_not_fit(built: Path, tmp_path: Path, change: dict[str, Any], reason: str) -> None:
-    found = native_build.misfit(built, torch_build(tmp_path, **change))
+    found = native_fit.misfit(PHILOX, built, torch_build(tmp_path, **change))
     assert found is not None
     assert reason in found
 
@@ -143,9 +143,11 @@ def test_two_builds_of_one_alpha_fit_only_when_equal(
 ) -> None:
     compiler.use(monkeypatch)
     alpha = torch_build(tmp_path, version="2.12.0a0+aaaa.nv26.01")
-    native_build.build(tmp_path / "built", alpha)
-    assert native_build.misfit(tmp_path / "built", alpha) is None
-    assert "nv26.02" in str(native_build.misfit(tmp_path / "built", alpha._replace(version="2.12.0a0+bbbb.nv26.02")))
+    native_build.build(PHILOX, tmp_path / "built", alpha)
+    assert native_fit.misfit(PHILOX, tmp_path / "built", alpha) is None
+    assert "nv26.02" in str(
+        native_fit.misfit(PHILOX, tmp_path / "built", alpha._replace(version="2.12.0a0+bbbb.nv26.02"))
+    )
 
 
 DAMAGED: list[tuple[str, str]] = [
@@ -160,32 +162,37 @@ DAMAGED: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("text", "reason"), DAMAGED, ids=range(len(DAMAGED)))
 def test_damaged_information(built: Path, tmp_path: Path, text: str, reason: str) -> None:
-    (built / INFO).write_text(text)
-    assert reason in str(native_build.misfit(built, torch_build(tmp_path)))
+    (built / PHILOX.info).write_text(text)
+    assert reason in str(native_fit.misfit(PHILOX, built, torch_build(tmp_path)))
 
 
 def test_missing_files_other_machine_other_source(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = torch_build(tmp_path)
-    other = tmp_path / "philox_state.cpp"
-    assert native_build.misfit(built, torch, other) is None, "an installation may leave the source out"
-    other.write_text("// newer")
-    assert "another version of philox_state.cpp" in str(native_build.misfit(built, torch, other))
+    other = PHILOX._replace(source=tmp_path / "philox_state.cpp")
+    assert native_fit.misfit(other, built, torch) is None, "an installation may leave the source out"
+    other.source.write_text("// newer")
+    assert "another version of philox_state.cpp" in str(native_fit.misfit(other, built, torch))
     monkeypatch.setattr(native_build.platform, "machine", lambda: "riscv64")
-    assert "this machine is riscv64" in str(native_build.misfit(built, torch))
-    (built / INFO).unlink()
-    assert "nobody knows which torch" in str(native_build.misfit(built, torch))
-    (built / LIBRARY).unlink()
-    assert f"there is no {LIBRARY} in {built}" == native_build.misfit(built, torch)
+    assert "this machine is riscv64" in str(native_fit.misfit(PHILOX, built, torch))
+    (built / PHILOX.info).unlink()
+    assert "nobody knows which torch" in str(native_fit.misfit(PHILOX, built, torch))
+    (built / PHILOX.file).unlink()
+    assert f"there is no {PHILOX.file} in {built}" == native_fit.misfit(PHILOX, built, torch)
 
 
 def test_obstacles(tmp_path: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.use(monkeypatch)
-    assert native_build.obstacle(torch_build(tmp_path)) is None
-    assert "(without CUDA): there is no CUDA generator" in str(native_build.obstacle(torch_build(tmp_path, cuda=None)))
+    assert PHILOX.obstacle() is None
     monkeypatch.setenv("CXX", "absent++")
-    assert "absent++" in str(native_build.obstacle(torch_build(tmp_path)))
+    assert "absent++" in str(PHILOX.obstacle())
     monkeypatch.setattr(native_build.sys, "platform", "win32")
-    assert "Linux only, this is win32" in str(native_build.obstacle(torch_build(tmp_path)))
+    assert "Linux only, this is win32" in str(PHILOX.obstacle())
+
+
+def test_which_torch_has_a_use_for_it(tmp_path: Path) -> None:
+    assert PHILOX.unused(torch_build(tmp_path)) is None
+    assert "(without CUDA): there is no CUDA generator" in str(PHILOX.unused(torch_build(tmp_path, cuda=None)))
+    assert str(PHILOX.unused(torch_build(tmp_path, reads_itself=True))).endswith("needs none")
 
 
 def test_switch(monkeypatch: pytest.MonkeyPatch) -> None:

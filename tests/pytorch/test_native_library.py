@@ -16,7 +16,7 @@ import pytest
 from _helpers import REPO, measured, requires_cuda
 from _native import FakeCompiler
 from transformer_engine_ext.pytorch.rng import native_build
-from transformer_engine_ext.pytorch.rng.native_build import LIBRARY, TorchBuild
+from transformer_engine_ext.pytorch.rng.native_build import PHILOX, TorchBuild
 
 #: The operator as csrc/philox_state.cpp has it, but for CPU generators: seed 0 stands for one that is not captured,
 #: seed 1 for one that is not registered.
@@ -40,11 +40,11 @@ import contextlib, sys
 from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformer_engine_ext.pytorch.rng import native, native_build
+from transformer_engine_ext.pytorch.rng import native, native_build, native_find
 
 build = native_build.TorchBuild.running()._replace(cuda="13.0", reads_itself=False)
 native_build.TorchBuild.running = classmethod(lambda cls: build)
-native.PACKAGE_FOLDER = Path(sys.argv[1])
+native_find.PACKAGE_FOLDER = Path(sys.argv[1])
 torch.cuda.device = lambda device: contextlib.nullcontext()
 
 class Watch(TorchDispatchMode):
@@ -72,15 +72,15 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no g++")
     folder = tmp_path_factory.mktemp("stand_in")
     source, build = folder / "stand_in.cpp", TorchBuild.running()._replace(cuda="13.0")
-    real = native_build.SOURCE.read_text()
+    real = PHILOX.source.read_text()
     (schema,) = re.findall(r'm\.def\("([^"]+)"', real)
     source.write_text(STAND_IN.replace("SCHEMA", f'm.def("{schema}", &stand_in);'))
     # Only the information beside the library is the package's own here.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", FakeCompiler(folder).env["CXX"])
         patch.setenv("FAKE_LOG", str(folder / "log"))
-        native_build.build(folder, build)
-    command = native_build.compile_command(["g++"], source, folder / LIBRARY, build)
+        native_build.build(PHILOX, folder, build)
+    command = native_build.compile_command(PHILOX._replace(source=source), ["g++"], folder / PHILOX.file, build)
     command = [word.replace("-O2", "-O0") for word in command if word != "-ltorch_cuda"]
     subprocess.run(command, check=True, timeout=170, stdin=subprocess.DEVNULL)
     return folder
@@ -116,7 +116,7 @@ def test_real_source_compiles_against_the_headers_of_this_torch() -> None:
         pytest.skip(f"{torch} has no headers of CUDA generators")
     if shutil.which("g++") is None:
         pytest.skip("no g++")
-    command = native_build.compile_command(["g++"], native_build.SOURCE, Path("unused.so"), torch)
+    command = native_build.compile_command(PHILOX, ["g++"], Path("unused.so"), torch)
     command = [*command[: command.index("-o")], "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -137,6 +137,6 @@ def test_words_of_a_capture(tmp_path: Path) -> None:
 @requires_cuda
 def test_operator_tells_the_same_with_every_torch(tmp_path: Path) -> None:
     """Also where the package does not use it, since an installation may be told to build it."""
-    native_build.build(tmp_path, TorchBuild.running())
-    lines = run(REAL, tmp_path / LIBRARY)
+    native_build.build(PHILOX, tmp_path, TorchBuild.running())
+    lines = run(REAL, tmp_path / PHILOX.file)
     assert lines[-1] == "OK", lines

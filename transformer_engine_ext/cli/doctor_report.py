@@ -64,6 +64,7 @@ def text(document: dict[str, Any], report: str, rows: list[Row], control: Row) -
         version = state["version"] or "not installed"
         lines.append(f"{package} {version}" + (f", cannot be imported: {state['reason']}" if state["reason"] else ""))
     lines.append(f"captured streams: {document['native']['how'].splitlines()[0]}")
+    lines.append(f"moving streams: {document['streams']['how'].splitlines()[0]}")
     lines += [f"{name}={value}" for name, value in document["settings"].items()]
     lines += ["", "patch() would do this:", *("  " + line for line in report.splitlines()), ""]
     modes = [mode for mode in MODES if any(row.mode == mode for row in rows)]

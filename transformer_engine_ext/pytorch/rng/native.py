@@ -4,29 +4,25 @@
 
 From 2.14 on torch itself gives them (``torch.Generator.philox_state``). Before, an operator of a small library does,
 which is built when the package is installed against the torch that is to run, or on demand (``NVTE_EXT_JIT=1``).
-Nothing here runs at import, and nothing but capture needs it.
+Nothing here runs at import, and nothing but capture needs it. :func:`prepare` and :func:`warm_up` also see to the other
+library, that of ``native_streams.py``.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Generator, Tensor
 
-from transformer_engine_ext.errors import NativeUnavailableError, SettingError, UnsupportedCaptureError
-from transformer_engine_ext.pytorch.rng import native_build, native_jit
-from transformer_engine_ext.pytorch.rng.native_build import LIBRARY, NativeBuildError, TorchBuild
+from transformer_engine_ext.errors import NativeUnavailableError, UnsupportedCaptureError
+from transformer_engine_ext.pytorch.rng import native_find, native_streams
+from transformer_engine_ext.pytorch.rng.native_build import PHILOX, TorchBuild
 
 __all__ = ["NotRegistered", "captured_words", "native_status", "prepare", "warm_up"]
-
-#: Where an installation puts the library.
-PACKAGE_FOLDER = native_build.SOURCE.parent
 
 Words = tuple[Tensor, Tensor, int]
 
@@ -38,11 +34,6 @@ class NotRegistered(RuntimeError):  # noqa: N818
 class _Reader(NamedTuple):
     read: Callable[[Generator], Words]
     origin: str
-
-
-class _Settings(NamedTuple):
-    native: str  #: NVTE_EXT_NATIVE: "auto", "0" (never load the library) or "1" (must be usable from the first region)
-    jit: bool  #: NVTE_EXT_JIT
 
 
 # Note [Successes are kept, failures are not]
@@ -114,7 +105,8 @@ def prepare() -> None:
     """Make sure that streams can be read under capture; call it before a capture starts.
 
     With ``NVTE_EXT_JIT=1`` and no library that fits, this compiles one, or waits for the process of this job that does:
-    about 15 seconds, once per machine, torch and user.
+    about 15 seconds, once per machine, torch and user. The library that moves streams faster is prepared first, in the
+    same way; that it cannot be had is an error with ``NVTE_EXT_NATIVE=1`` only.
 
     Raises
     ------
@@ -125,6 +117,7 @@ def prepare() -> None:
     SettingError
         If one of the environment variables holds an unknown value.
     """
+    native_streams.prepare()
     _find(may_build=True)
 
 
@@ -144,9 +137,9 @@ def warm_up() -> None:
     global _warm
     if _warm:
         return
-    settings = _settings()
+    settings = native_find.settings()
     if settings.native == "1" or settings.jit:
-        if _capturing():
+        if native_find.capturing():
             return
         try:
             prepare()
@@ -157,25 +150,14 @@ def warm_up() -> None:
     _warm = True
 
 
-@functools.cache
-def _settings() -> _Settings:
-    try:
-        return _Settings(
-            native=native_build.switch("NVTE_EXT_NATIVE", "auto", ["auto", "0", "1"]),
-            jit=native_build.switch("NVTE_EXT_JIT", "0", ["0", "1"]) == "1",
-        )
-    except NativeBuildError as error:
-        raise SettingError(str(error)) from None
-
-
 def _find(*, may_build: bool) -> _Reader:
     # See Note [Successes are kept, failures are not]
     global _reader
     with _lock:
         if _reader is None:
-            settings = _settings()
+            native_find.settings()  # a typo is an error whether or not a library is needed
             build = TorchBuild.running()
-            _reader = _torch_reader(build) if build.reads_itself else _library_reader(build, settings, may_build)
+            _reader = _torch_reader(build) if build.reads_itself else _library_reader(build, may_build)
         return _reader
 
 
@@ -192,45 +174,17 @@ def _read_by_method(generator: Generator) -> Words:
     return seed, offset, int(intragraph)
 
 
-def _library_reader(build: TorchBuild, settings: _Settings, may_build: bool) -> _Reader:
+def _library_reader(build: TorchBuild, may_build: bool) -> _Reader:
     if build.cuda is None:
         raise NativeUnavailableError(f"{build} has no CUDA graphs, so there is nothing to capture.")
-    if settings.native == "0":
-        raise NativeUnavailableError(_explain(build, "NVTE_EXT_NATIVE=0 forbids it"))
-    folder = PACKAGE_FOLDER
-    reason = native_build.misfit(folder, build)
-    if reason is not None and settings.jit:
-        folder, reason = _jit_folder(build, may_build)
+    library, reason = native_find.find(PHILOX, build, may_build=may_build)
     if reason is not None:
         raise NativeUnavailableError(_explain(build, reason))
-    library = folder / LIBRARY
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
         raise NativeUnavailableError(_explain(build, f"{library} cannot be loaded: {error}")) from error
     return _Reader(_read_by_operator, f"{library}, built for {build}")
-
-
-def _jit_folder(build: TorchBuild, may_build: bool) -> tuple[Path, str | None]:
-    """Return the folder of the library that was built on demand, or is now, and why it can't be used, or None."""
-    folder = native_jit.cached_folder(build)
-    if not (folder / LIBRARY).is_file():
-        obstacle = native_build.obstacle(build)
-        if obstacle is not None:
-            return folder, f"NVTE_EXT_JIT=1, but {obstacle}"
-        if not may_build:
-            return folder, f"NVTE_EXT_JIT=1, but the library was not built before it was needed (looked in {folder})"
-        if _capturing():
-            raise UnsupportedCaptureError(
-                "NVTE_EXT_JIT=1, but the library can't be compiled while a CUDA graph is being captured: call "
-                f"{__name__}.prepare() before the capture starts, or run one region without capture"
-            )
-        try:
-            folder = native_jit.ensure_built(build)
-        except NativeBuildError as error:
-            return folder, f"NVTE_EXT_JIT=1, but building it failed: {error}"
-    reason = native_jit.distrust(folder) or native_build.misfit(folder, build)
-    return folder, reason and f"{reason}; delete {folder} to have it built again"
 
 
 def _read_by_operator(generator: Generator) -> Words:
@@ -240,10 +194,6 @@ def _read_by_operator(generator: Generator) -> Words:
     return seed, offset, intragraph
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def _explain(build: TorchBuild, reason: str) -> str:
     return (
         "random-number streams can't be read while a CUDA graph is captured. That takes torch >= 2.14, or before it "
@@ -251,8 +201,7 @@ def _explain(build: TorchBuild, reason: str) -> str:
         f"  {reason}\n"
         "Do one of these:\n"
         "  - install torch >= 2.14;\n"
-        "  - install transformer-engine-ext from source against this torch, with a C++ compiler (no nvcc):\n"
-        "    NVTE_EXT_WITH_CSRC=1 pip install --no-build-isolation --no-deps --force-reinstall <folder or sdist>\n"
+        f"{native_find.INSTALL}"
         "  - set NVTE_EXT_JIT=1, which compiles it on demand, and before the capture run one region without capture or "
         f"call\n    {__name__}.prepare()\n"
         "Regions that are not captured need none of this."

@@ -1,10 +1,11 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How ``csrc/philox_state.cpp`` becomes a library, and how to tell whether a library fits the torch that runs.
+"""The native libraries: what each is made of, where it is of use, and how its source becomes a library.
 
 This is the only place that knows the compiler's command line. ``setup.py`` runs this file by its path, in environments
 where there may be no torch, so it imports the standard library only and raises :class:`NativeBuildError` throughout;
-``native.py`` turns that into the package's own errors.
+``native.py`` and ``native_streams.py`` turn that into the package's own errors. Whether a library fits the torch that
+runs is ``native_fit.py``'s question, and where one lies ``native_find.py``'s.
 """
 
 from __future__ import annotations
@@ -20,32 +21,34 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 __all__ = [
-    "INFO",
-    "LIBRARY",
-    "SOURCE",
+    "INFO_FORMAT",
+    "LIBRARIES",
+    "LIMITED_API",
+    "PHILOX",
+    "STREAMS",
+    "Library",
     "NativeBuildError",
     "TorchBuild",
     "build",
     "compile_command",
     "find_compiler",
-    "misfit",
-    "obstacle",
+    "python_misfit",
     "source_hash",
     "switch",
 ]
 
-SOURCE = Path(__file__).resolve().parents[2] / "csrc" / "philox_state.cpp"
-LIBRARY = "philox_state.so"
-INFO = "build_info.json"
-
-#: Version of the fields of :data:`INFO`.
+#: Version of the fields of a library's build information.
 INFO_FORMAT = 1
+
+#: The first CPython whose limited API an extension module is compiled for: the package's own floor.
+LIMITED_API = (3, 10)
 
 #: Seconds; one file without nvcc takes about 15 on a slow machine.
 COMPILE_TIMEOUT = 300.0
@@ -89,6 +92,96 @@ class TorchBuild(NamedTuple):
         return f"torch {self.version} ({f'CUDA {self.cuda}' if self.cuda else 'without CUDA'})"
 
 
+class Library(NamedTuple):
+    """One native library."""
+
+    purpose: str  #: what it does, as a verb with its object
+    source: Path
+    file: str  #: name of the library
+    info: str  #: name of the file beside it that says what it was built for
+    links: tuple[str, ...]  #: torch's libraries that it is linked with
+    extension: bool  #: an extension module of CPython's limited API, so it needs Python's headers
+    unused: Callable[[TorchBuild], str | None]  #: why a torch has no use for it, or None
+
+    @property
+    def name(self) -> str:
+        """What folders and messages call it."""
+        return Path(self.file).stem
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """Names of what a build leaves behind."""
+        return self.file, self.info
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether the version of CUDA matters to it."""
+        return "torch_cuda" in self.links
+
+    def obstacle(self) -> str | None:
+        """Return why it cannot be built here, or None."""
+        if not sys.platform.startswith("linux"):
+            return f"the native libraries are built on Linux only, this is {sys.platform}"
+        if self.extension:
+            reason = python_misfit()
+            if reason is not None:
+                return reason
+            include = _python_include()
+            if not (include / "Python.h").is_file():
+                return f"there is no Python.h in {include}: install Python's headers (python3-dev or python3-devel)"
+        try:
+            find_compiler()
+        except NativeBuildError as error:
+            return str(error)
+        return None
+
+
+def _philox_unused(torch: TorchBuild) -> str | None:
+    if torch.cuda is None:
+        return f"{torch}: there is no CUDA generator to read"
+    return f"{torch} needs none" if torch.reads_itself else None
+
+
+_CSRC = Path(__file__).resolve().parents[2] / "csrc"
+
+#: An operator, which torch loads. See ``native.py``.
+PHILOX = Library(
+    purpose="reads streams while CUDA graphs are captured",
+    source=_CSRC / "philox_state.cpp",
+    file="philox_state.so",
+    info="build_info.json",
+    links=("c10", "torch_cpu", "torch_cuda"),
+    extension=False,
+    unused=_philox_unused,
+)
+
+#: An extension module, which Python loads. See ``native_streams.py``.
+STREAMS = Library(
+    purpose="moves streams faster",
+    source=_CSRC / "streams.cpp",
+    file="streams.so",
+    info="streams_build_info.json",
+    links=("c10", "torch_cpu", "torch_python"),
+    extension=True,
+    unused=lambda torch: None,
+)
+
+LIBRARIES = (PHILOX, STREAMS)
+
+
+def python_misfit() -> str | None:
+    """Return why this Python can load no extension module of the limited API, or None."""
+    if sys.implementation.name != "cpython":
+        return f"only CPython loads modules of its limited API, this is {sys.implementation.name}"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "a free-threaded build of CPython loads no modules of the limited API"
+    return None
+
+
+def _python_include() -> Path:
+    return Path(sysconfig.get_paths()["include"])
+
+
 def switch(name: str, default: str, allowed: Sequence[str]) -> str:
     """Return the value of an environment variable; unset and empty mean the default.
 
@@ -103,7 +196,7 @@ def switch(name: str, default: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def source_hash(source: Path = SOURCE) -> str:
+def source_hash(source: Path) -> str:
     """Return the SHA-256 of the source, in hexadecimal digits."""
     return hashlib.sha256(source.read_bytes()).hexdigest()
 
@@ -120,22 +213,22 @@ def find_compiler() -> list[str]:
     )
 
 
-def obstacle(torch: TorchBuild) -> str | None:
-    """Return why no library can be built for this torch, or None."""
-    if torch.cuda is None:
-        return f"{torch}: there is no CUDA generator to read"
-    if not sys.platform.startswith("linux"):
-        return f"the native library is built on Linux only, this is {sys.platform}"
-    try:
-        find_compiler()
-    except NativeBuildError as error:
-        return str(error)
-    return None
-
-
-def compile_command(compiler: Sequence[str], source: Path, output: Path, torch: TorchBuild) -> list[str]:
-    """Return the command that makes `output`, a shared library, from `source`."""
-    # No nvcc, and no headers of CUDA or Python: the source needs only torch's.
+def compile_command(library: Library, compiler: Sequence[str], output: Path, torch: TorchBuild) -> list[str]:
+    """Return the command that makes `output`, a shared library, from the library's source."""
+    # No nvcc, and no headers of CUDA: the sources need only torch's and Python's.
+    include = torch.root / "include"
+    if library.extension:
+        own = [
+            f"-DPy_LIMITED_API=0x{LIMITED_API[0]:02X}{LIMITED_API[1]:02X}0000",
+            "-isystem",
+            str(include / "torch" / "csrc" / "api" / "include"),
+            "-isystem",
+            str(_python_include()),
+        ]
+        checks = []  # Python's own names are missing until the interpreter loads it
+    else:
+        own = []
+        checks = ["-Wl,--no-undefined"]  # what is missing shows here and not in the middle of a training run
     return [
         *compiler,
         # torch's own headers ask for C++20 from 2.12 on; before, compilers without it must still do.
@@ -145,20 +238,19 @@ def compile_command(compiler: Sequence[str], source: Path, output: Path, torch: 
         "-shared",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}",
         "-isystem",
-        str(torch.root / "include"),
-        str(source),
+        str(include),
+        *own,
+        str(library.source),
         "-o",
         str(output),
         f"-L{torch.root / 'lib'}",
-        "-lc10",
-        "-ltorch_cpu",
-        "-ltorch_cuda",
-        "-Wl,--no-undefined",  # what is missing shows here and not in the middle of a training run
+        *[f"-l{name}" for name in library.links],
+        *checks,
     ]
 
 
-def build(folder: Path, torch: TorchBuild, source: Path = SOURCE, *, timeout: float = COMPILE_TIMEOUT) -> Path:
-    """Compile `source` and put library and build information into `folder`; returns the library's path.
+def build(library: Library, folder: Path, torch: TorchBuild, *, timeout: float = COMPILE_TIMEOUT) -> Path:
+    """Compile a library and put it and its build information into `folder`; returns the library's path.
 
     The library appears last and whole, so whoever finds it also finds its build information.
 
@@ -168,7 +260,7 @@ def build(folder: Path, torch: TorchBuild, source: Path = SOURCE, *, timeout: fl
         If there is no compiler, or it fails; with the end of its output.
     """
     compiler = find_compiler()
-    library = folder / LIBRARY
+    target, target_info = (folder / name for name in library.files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         info = {
@@ -177,59 +269,19 @@ def build(folder: Path, torch: TorchBuild, source: Path = SOURCE, *, timeout: fl
             "cuda": torch.cuda,
             "cxx11_abi": torch.cxx11_abi,
             "machine": platform.machine(),
-            "source_sha256": source_hash(source),
+            "source_sha256": source_hash(library.source),
             "compiler": shlex.join(compiler),
         }
-        with _temporary(library) as unfinished, _temporary(folder / INFO) as unfinished_info:
-            _run(compile_command(compiler, source, unfinished, torch), timeout)
+        if library.extension:
+            info |= {"python": sys.implementation.name, "limited_api": ".".join(map(str, LIMITED_API))}
+        with _temporary(target) as unfinished, _temporary(target_info) as unfinished_info:
+            _run(compile_command(library, compiler, unfinished, torch), timeout)
             unfinished_info.write_text(json.dumps(info, indent=2) + "\n")
-            _publish(unfinished_info, folder / INFO, 0o644)
-            _publish(unfinished, library, 0o755)
+            _publish(unfinished_info, target_info, 0o644)
+            _publish(unfinished, target, 0o755)
     except OSError as error:
         raise NativeBuildError(f"cannot build in {folder}: {error}") from error
-    return library
-
-
-def misfit(folder: Path, torch: TorchBuild, source: Path = SOURCE) -> str | None:
-    """Return why the library in `folder` must not be loaded into this torch, or None; loads nothing.
-
-    A library that was built for another torch may crash the process when it is loaded, so nobody loads one before this
-    function returned None.
-    """
-    if not (folder / LIBRARY).is_file():
-        return f"there is no {LIBRARY} in {folder}"
-    try:
-        info: Any = json.loads((folder / INFO).read_text())
-        cuda = None if info["cuda"] is None else str(info["cuda"])
-        built = TorchBuild(str(info["torch"]), cuda, info["cxx11_abi"], folder, False)
-        built_minor, built_format = built.minor, info["format"]
-        machine, digest = info["machine"], info["source_sha256"]
-    except FileNotFoundError:
-        return f"there is no {INFO} beside {folder / LIBRARY}, so nobody knows which torch it was built for"
-    except (OSError, ValueError, KeyError, TypeError, NativeBuildError) as error:
-        return f"{folder / INFO} is damaged ({type(error).__name__}: {error})"
-    if built_format != INFO_FORMAT:
-        return f"{folder / INFO} has format {built_format!r}, expected {INFO_FORMAT}"
-    if built_minor != torch.minor or (_unreleased(built, torch) and built.version != torch.version):
-        return f"{folder / LIBRARY} was built for torch {built.version}, this is torch {torch.version}"
-    if _major(built.cuda) != _major(torch.cuda):
-        return f"{folder / LIBRARY} was built for CUDA {built.cuda}, this torch has {torch.cuda or 'no CUDA'}"
-    if built.cxx11_abi != torch.cxx11_abi:
-        return f"{folder / LIBRARY} was built with the other C++ ABI of libstdc++ than this torch"
-    if machine != platform.machine():
-        return f"{folder / LIBRARY} was built for {machine}, this machine is {platform.machine()}"
-    if source.is_file() and digest != source_hash(source):
-        return f"{folder / LIBRARY} was built from another version of {source.name}"
-    return None
-
-
-def _unreleased(*builds: TorchBuild) -> bool:
-    """Tell whether one of the versions is a nightly or an alpha: two of one minor version may differ inside."""
-    return any(re.match(r"\d+\.\d+\.\d+(\+|$)", build.version) is None for build in builds)
-
-
-def _major(version: str | None) -> str | None:
-    return None if version is None else version.split(".")[0]
+    return target
 
 
 @contextlib.contextmanager

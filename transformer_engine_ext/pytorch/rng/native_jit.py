@@ -1,6 +1,6 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The native library built on demand (``NVTE_EXT_JIT=1``), once for all processes that share a cache folder."""
+"""A native library built on demand (``NVTE_EXT_JIT=1``), once for all processes that share a cache folder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from transformer_engine_ext.pytorch.rng import native_build
-from transformer_engine_ext.pytorch.rng.native_build import COMPILE_TIMEOUT, LIBRARY, NativeBuildError, TorchBuild
+from transformer_engine_ext.pytorch.rng.native_build import COMPILE_TIMEOUT, Library, NativeBuildError, TorchBuild
 
-__all__ = ["build_once", "cached_folder", "distrust", "ensure_built"]
+__all__ = ["build_once", "cached_folder", "distrust", "ensure_built", "last_failure"]
 
 #: Seconds that a process waits for another one's build: longer than the builder lets its compiler run.
 WAIT_TIMEOUT = COMPILE_TIMEOUT + 60.0
@@ -35,7 +35,7 @@ _POLL = 0.1  # seconds between two looks at the lock
 _LOCK, _FAILURE = "lock", "failure.txt"
 
 
-def cached_folder(torch: TorchBuild, source: Path = native_build.SOURCE) -> Path:
+def cached_folder(library: Library, torch: TorchBuild) -> Path:
     """Return the folder for the library that fits this torch, below ``NVTE_EXT_CACHE_DIR`` or the user's cache."""
     root = os.environ.get("NVTE_EXT_CACHE_DIR", "").strip()
     if root:
@@ -43,14 +43,14 @@ def cached_folder(torch: TorchBuild, source: Path = native_build.SOURCE) -> Path
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME", "").strip() or "~/.cache").expanduser() / "transformer_engine_ext"
     # All that the result depends on, so that a cache in a shared home serves different machines and environments.
-    command = native_build.compile_command([], source, Path(LIBRARY), torch)
-    digest = hashlib.sha256("\0".join([native_build.source_hash(source), *command]).encode()).hexdigest()[:16]
+    command = native_build.compile_command(library, [], Path(library.file), torch)
+    digest = hashlib.sha256("\0".join([native_build.source_hash(library.source), *command]).encode()).hexdigest()[:16]
     tag = f"{sys.implementation.name}{sys.version_info[0]}{sys.version_info[1]}"
     key = f"torch{torch.version}-cuda{torch.cuda}-{tag}-abi{int(torch.cxx11_abi)}-{platform.machine()}-{digest}"
-    return base / re.sub(r"[^\w.+-]", "_", key)
+    return base / re.sub(r"[^\w.+-]", "_", f"{library.name}-{key}")
 
 
-def ensure_built(torch: TorchBuild, source: Path = native_build.SOURCE) -> Path:
+def ensure_built(library: Library, torch: TorchBuild) -> Path:
     """Return the folder with the library for this torch; compiles it if nobody has, or waits while somebody does.
 
     Raises
@@ -58,22 +58,30 @@ def ensure_built(torch: TorchBuild, source: Path = native_build.SOURCE) -> Path:
     NativeBuildError
         If it cannot be built, or the process that builds it does not finish.
     """
-    folder = cached_folder(torch, source)
-    build_once(folder, lambda: native_build.build(folder, torch, source))
+    folder = cached_folder(library, torch)
+    build_once(folder / library.file, lambda: native_build.build(library, folder, torch))
     return folder
 
 
-def distrust(folder: Path) -> str | None:
-    """Return why the library in a cache folder must not be loaded whatever it holds, or None."""
-    library = folder / LIBRARY
+def distrust(library: Path) -> str | None:
+    """Return why a library in the cache must not be loaded whatever it holds, or None."""
     owner = library.stat().st_uid
     if owner not in (0, os.getuid()):
         return f"{library} belongs to another user (uid {owner})"
     return None
 
 
-def build_once(folder: Path, build: Callable[[], object], timeout: float = WAIT_TIMEOUT) -> None:
-    """Call `build` unless the library is in `folder`; one process at a time, and none again after a success.
+def last_failure(folder: Path) -> str | None:
+    """Return why the last build in a cache folder failed, or None if it did not."""
+    try:
+        failure = _failure(folder)
+    except OSError:
+        return None  # a folder that can't be used; whoever builds in it says so
+    return None if failure is None else failure[1]
+
+
+def build_once(library: Path, build: Callable[[], object], timeout: float = WAIT_TIMEOUT) -> None:
+    """Call `build` unless the library is there; one process at a time, and none again after a success.
 
     Raises
     ------
@@ -81,7 +89,7 @@ def build_once(folder: Path, build: Callable[[], object], timeout: float = WAIT_
         What `build` raised, here or in the process that this one waited for; or no answer within `timeout` seconds.
     """
     # See Note [One builds, the others wait]
-    library = folder / LIBRARY
+    folder = library.parent
     if library.is_file():
         return
     try:
