@@ -1,12 +1,13 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A compiler and a torch that are made up, for the tests of the native library's build on any machine."""
+"""A compiler and a torch that are made up, for the tests of the native libraries' build on any machine."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,10 @@ class FakeCompiler:
         self._log = folder / "compiler.log"
         script = folder / "compiler.py"
         script.write_text(_COMPILER)
+        #: Stands in for Python's headers, which not every machine has.
+        self.headers = folder / "headers"
+        self.headers.mkdir(exist_ok=True)
+        (self.headers / "Python.h").touch()
         #: What makes the package use it, to be set in the environment.
         self.env = {"CXX": f"{sys.executable} -S -E {script}", "FAKE_LOG": str(self._log)}
 
@@ -48,6 +53,8 @@ class FakeCompiler:
         """Make this process use it, and say how it behaves."""
         for name, value in (self.env | self.behaviour(until=until, fail=fail, output=output)).items():
             monkeypatch.setenv(name, value)
+        paths = {**sysconfig.get_paths(), "include": str(self.headers)}
+        monkeypatch.setattr(sysconfig, "get_paths", lambda *_, **__: paths)
 
     def behaviour(self, *, until: Path | None = None, fail: str = "", output: str = "") -> dict[str, str]:
         """Return environment variables that make it wait until a file exists, then fail with a text, or write one."""
