@@ -115,8 +115,10 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_megatron_core_seeds.py \
     tests/pytorch/test_native.py \
     tests/pytorch/test_native_build.py \
+    tests/pytorch/test_native_extension.py \
     tests/pytorch/test_native_jit.py \
     tests/pytorch/test_native_setup.py \
+    tests/pytorch/test_native_streams.py \
     tests/pytorch/test_megatron_format.py \
     tests/pytorch/test_mutation_gaps.py \
     tests/pytorch/test_mutation_gaps_more.py \

@@ -73,10 +73,13 @@ def find(library: Library, build: TorchBuild, *, may_build: bool) -> tuple[Path,
     installed = PACKAGE_FOLDER / library.file
     if asked.native == "0":
         return installed, "NVTE_EXT_NATIVE=0 forbids it"
-    reason = native_fit.misfit(library, PACKAGE_FOLDER, build)
-    if reason is not None and asked.jit:
-        return _find_in_cache(library, build, may_build)
-    return installed, reason
+    try:
+        reason = native_fit.misfit(library, PACKAGE_FOLDER, build)
+        if reason is not None and asked.jit:
+            return _find_in_cache(library, build, may_build)
+        return installed, reason
+    except OSError as error:  # a folder of somebody else's, say
+        return installed, f"looking for it failed: {error}"
 
 
 def _find_in_cache(library: Library, build: TorchBuild, may_build: bool) -> tuple[Path, str | None]:
