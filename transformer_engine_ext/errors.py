@@ -104,7 +104,7 @@ class UnsupportedCaptureError(TEExtError, RuntimeError):
 
 
 class NativeUnavailableError(TEExtError, ImportError):
-    """The native library is asked for and cannot be used; the text says why, and what to install or set."""
+    """A native library is asked for and cannot be used; the text says why, and what to install or set."""
 
 
 class SettingError(TEExtError, ValueError):

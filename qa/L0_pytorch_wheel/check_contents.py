@@ -18,6 +18,7 @@ WHEEL = [
     "transformer_engine_ext/py.typed",
     "transformer_engine_ext/cli/data/*.txt",
     "transformer_engine_ext/csrc/philox_state.cpp",
+    "transformer_engine_ext/csrc/streams.cpp",
     "transformer_engine_ext/pytorch/rng/*.py",
     "transformer_engine_ext/pytorch/recompute/*.py",
     "transformer_engine_ext/pytorch/distributed/*.py",
@@ -27,8 +28,13 @@ WHEEL = [
     "*.dist-info/entry_points.txt",
 ]
 
-#: What only the wheel with the native library holds.
-NATIVE = ["transformer_engine_ext/csrc/philox_state.so", "transformer_engine_ext/csrc/build_info.json"]
+#: What only the wheel with the native libraries holds.
+NATIVE = [
+    "transformer_engine_ext/csrc/philox_state.so",
+    "transformer_engine_ext/csrc/build_info.json",
+    "transformer_engine_ext/csrc/streams.so",
+    "transformer_engine_ext/csrc/streams_build_info.json",
+]
 
 #: Beginnings of requirements, and lines of the entry points.
 REQUIRED = ["torch>=", "safetensors", "packaging>=", "tqdm>="]
@@ -42,6 +48,7 @@ SDIST = [
     "pyproject.toml",
     "setup.py",
     "transformer_engine_ext/csrc/philox_state.cpp",
+    "transformer_engine_ext/csrc/streams.cpp",
     "transformer_engine_ext/py.typed",
     "transformer_engine_ext/cli/data/*.txt",
     "CHANGELOG.md",
@@ -95,8 +102,8 @@ def wheel_problems(wheel: Path, native: bool) -> list[str]:
     required = metadata.get_all("Requires-Dist") or []
     problems += [f"does not require {name}" for name in REQUIRED if not any(r.startswith(name) for r in required)]
     problems += [f"lacks the entry point {line!r}" for line in ENTRY_POINTS if line not in entry_points]
-    # One for every Python; with a library, for one platform.
-    if not fnmatch.fnmatch(wheel.name, "*-py3-none-linux_*.whl" if native else "*-py3-none-any.whl"):
+    # One for every Python; with the libraries, for one platform and every CPython from 3.10 on.
+    if not fnmatch.fnmatch(wheel.name, "*-cp310-abi3-linux_*.whl" if native else "*-py3-none-any.whl"):
         problems.append("has another tag than expected")
     return [f"{wheel.name} {problem}" for problem in problems]
 

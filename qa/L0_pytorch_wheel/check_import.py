@@ -23,7 +23,7 @@ def import_problems(folder: str) -> list[str]:
     distribution = importlib.metadata.distribution("transformer-engine-ext")
     if distribution.version != te_ext.__version__:
         problems.append(f"metadata say version {distribution.version}, the package {te_ext.__version__}")
-    for name in ("py.typed", "csrc/philox_state.cpp", "cli/data/american_documents.txt"):
+    for name in ("py.typed", "csrc/philox_state.cpp", "csrc/streams.cpp", "cli/data/american_documents.txt"):
         if not files("transformer_engine_ext").joinpath(name).is_file():
             problems.append(f"{name} was not installed")
     licences = [file for file in distribution.files or [] if file.name == "LICENSE"]

@@ -1,7 +1,7 @@
 # Copyright (c) 2026, transformer-engine-ext authors.
 # SPDX-License-Identifier: Apache-2.0
 
-# Builds the sdist and the wheels, with and without the native library, and installs each in every way that the README
+# Builds the sdist and the wheels, with and without the native libraries, and installs each in every way that the README
 # names, into environments of its own. Nothing is written into the checkout.
 
 set -e
@@ -24,7 +24,7 @@ WORK="$(mktemp -d)"
 trap 'rm -rf "$WORK"' EXIT
 cd "$WORK"
 
-echo "Building the sdist, and from it the wheel without the native library"
+echo "Building the sdist, and from it the wheel without the native libraries"
 # So a file that MANIFEST.in forgets is missing in all that follows.
 python3 -m build --installer uv --outdir dist "$TE_EXT_PATH" > build.log 2>&1 || { cat build.log; error_exit "Failed to build"; }
 SDIST="$(echo "$WORK"/dist/*.tar.gz)"
@@ -44,13 +44,14 @@ function pip_into() {
     python3 -m pip --python "$WORK/$name/bin/python" --disable-pip-version-check install -q --no-compile "$@"
 }
 
-echo "Building the wheel with the native library"
+echo "Building the wheel with the native libraries"
 new_environment builder
 pip_into builder "setuptools>=77"  # nothing else: without isolation a build uses what is installed
-if python3 -c "import sys, torch; sys.exit(torch.version.cuda is None)"; then
+if python3 -c "import sys, torch; sys.exit(torch.version.cuda is None or hasattr(torch.Generator, 'philox_state'))"; then
     STAND_IN=""
 else
-    echo "  this torch has no CUDA, so a stand-in for torch and compiler: the packaging is tested, the library is not"
+    echo "  this torch has a use for one of the two only, so a stand-in for torch and compiler: the packaging is tested,"
+    echo "  the libraries are not"
     STAND_IN="$QA/stand_in"
     export CXX="python3 -S -E $STAND_IN/compiler.py"
 fi

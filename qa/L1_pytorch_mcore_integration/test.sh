@@ -33,7 +33,7 @@ export NVTE_EXT_FAIL_WITHOUT_CUDA=1
 
 export PYTHONPATH="$TE_EXT_PATH${PYTHONPATH:+:$PYTHONPATH}"
 export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0
-# Before torch 2.14 CUDA graphs need the native library: built with the package, or here.
+# Before torch 2.14 CUDA graphs need a native library: built with the package, or here.
 : ${NVTE_EXT_JIT:=1}
 export NVTE_EXT_JIT
 python3 -c "from transformer_engine_ext.pytorch.rng import native; native.prepare()" || error_exit "No native library"

@@ -33,7 +33,14 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 def test_it_says_what_is_right_and_what_it_could_not_test(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = doctor(capsys)
     assert code == 0
-    for line in ("torch 2", "patch() would do this:", "RIGHT: all 8 probes are exact", "Control (contrast"):
+    for line in (
+        "torch 2",
+        "captured streams: ",
+        "moving streams: ",
+        "patch() would do this:",
+        "RIGHT: all 8 probes are exact",
+        "Control (contrast",
+    ):
         assert line in text
     assert "Not tested: CUDA streams and CUDA graphs" in text
 

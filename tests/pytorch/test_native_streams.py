@@ -231,6 +231,11 @@ def test_jit_that_fails_is_a_warning_once(world: World) -> None:
         assert native_streams.load() is None
     assert "no such header" in native_streams.streams_status()[1], "still known, though it builds nothing"
     assert len(world.compiler.runs) == 1
+    world.new_process()
+    with pytest.raises(RuntimeWarning, match="no such header"):
+        native_streams.load()  # in a program to which warnings are errors
+    assert native_streams.load() is None
+    assert len(world.compiler.runs) == 2
     world.compiler.use(world.monkeypatch)
     native_streams.prepare()
     assert native_streams.load() is not None
