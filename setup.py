@@ -104,7 +104,7 @@ class BuildNative(Command):
 
     def get_source_files(self) -> list[str]:
         """Return what belongs into the source distribution."""
-        return [str(FOLDER / library.source.name) for library in native.LIBRARIES]
+        return [str(FOLDER / path.name) for library in native.LIBRARIES for path in (library.source, *library.headers)]
 
     def get_outputs(self) -> list[str]:
         """Return the files that are there."""

@@ -39,7 +39,7 @@ def test_build_writes_library_and_information(built: Path, tmp_path: Path) -> No
     assert (built / PHILOX.info).stat().st_mode & 0o777 == 0o644
     info = json.loads((built / PHILOX.info).read_text())
     assert (info["torch"], info["cuda"], info["cxx11_abi"]) == ("2.11.0+cu130", "13.0", True)
-    assert info["source_sha256"] == native_build.source_hash(PHILOX.source)
+    assert info["source_sha256"] == native_build.source_hash(PHILOX)
     assert native_fit.misfit(PHILOX, built, torch_build(tmp_path)) is None
 
 

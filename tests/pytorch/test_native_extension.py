@@ -84,9 +84,25 @@ def test_obstacles(tmp_path: Path, compiler: FakeCompiler, monkeypatch: pytest.M
 def test_information(built: Path) -> None:
     info = json.loads((built / STREAMS.info).read_text())
     assert (info["python"], info["limited_api"]) == (sys.implementation.name, "3.10")
-    assert info["source_sha256"] == native_build.source_hash(STREAMS.source)
+    assert info["source_sha256"] == native_build.source_hash(STREAMS)
     assert sorted(path.name for path in built.iterdir()) == sorted([*PHILOX.files, *STREAMS.files])
     assert "python" not in json.loads((built / PHILOX.info).read_text())
+
+
+def test_headers_count_as_source(tmp_path: Path, compiler: FakeCompiler) -> None:
+    library, torch = STREAMS._replace(source=tmp_path / "streams.cpp"), torch_build(tmp_path)
+    library.source.write_text('#include "streams_cpu.h"')
+    for name in ("streams_cpu.h", "streams_cuda.h", "philox_state.h"):
+        (tmp_path / name).write_text("// old")
+    assert [path.name for path in library.headers] == ["streams_cpu.h", "streams_cuda.h"]
+    native_build.build(library, tmp_path / "built", torch)
+    (tmp_path / "philox_state.h").write_text("// new")
+    assert native_fit.misfit(library, tmp_path / "built", torch) is None
+    (tmp_path / "streams_cuda.h").write_text("// new")
+    assert "another version of streams.cpp" in str(native_fit.misfit(library, tmp_path / "built", torch))
+    (tmp_path / "streams_cuda.h").write_text("// old")
+    (tmp_path / "streams_cuda.h").rename(tmp_path / "streams_gpu.h")
+    assert "another version of streams.cpp" in str(native_fit.misfit(library, tmp_path / "built", torch))
 
 
 def test_cuda_does_not_matter_to_it(built: Path) -> None:

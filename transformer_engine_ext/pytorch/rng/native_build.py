@@ -96,7 +96,7 @@ class Library(NamedTuple):
     """One native library."""
 
     purpose: str  #: what it does, as a verb with its object
-    source: Path
+    source: Path  #: headers of its own lie beside it, by the same name with more after an underscore
     file: str  #: name of the library
     info: str  #: name of the file beside it that says what it was built for
     links: tuple[str, ...]  #: torch's libraries that it is linked with
@@ -107,6 +107,11 @@ class Library(NamedTuple):
     def name(self) -> str:
         """What folders and messages call it."""
         return Path(self.file).stem
+
+    @property
+    def headers(self) -> list[Path]:
+        """Headers that belong to the source: ``streams_cpu.h`` to ``streams.cpp``."""
+        return sorted(self.source.parent.glob(f"{self.source.stem}_*.h"))
 
     @property
     def files(self) -> tuple[str, str]:
@@ -196,9 +201,12 @@ def switch(name: str, default: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def source_hash(source: Path) -> str:
-    """Return the SHA-256 of the source, in hexadecimal digits."""
-    return hashlib.sha256(source.read_bytes()).hexdigest()
+def source_hash(library: Library) -> str:
+    """Return the SHA-256 of the source and its headers, in hexadecimal digits."""
+    digest = hashlib.sha256(library.source.read_bytes())
+    for header in library.headers:
+        digest.update(f"\0{header.name}\0".encode() + header.read_bytes())
+    return digest.hexdigest()
 
 
 def find_compiler() -> list[str]:
@@ -269,7 +277,7 @@ def build(library: Library, folder: Path, torch: TorchBuild, *, timeout: float =
             "cuda": torch.cuda,
             "cxx11_abi": torch.cxx11_abi,
             "machine": platform.machine(),
-            "source_sha256": source_hash(library.source),
+            "source_sha256": source_hash(library),
             "compiler": shlex.join(compiler),
         }
         if library.extension:

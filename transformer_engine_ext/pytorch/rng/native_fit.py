@@ -53,7 +53,7 @@ def misfit(library: Library, folder: Path, torch: TorchBuild) -> str | None:
         return f"{path} was built with the other C++ ABI of libstdc++ than this torch"
     if machine != platform.machine():
         return f"{path} was built for {machine}, this machine is {platform.machine()}"
-    if library.source.is_file() and digest != source_hash(library.source):
+    if library.source.is_file() and digest != source_hash(library):
         return f"{path} was built from another version of {library.source.name}"
     return _python_reason(path, python) if library.extension else None
 

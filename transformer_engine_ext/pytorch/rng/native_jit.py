@@ -44,7 +44,7 @@ def cached_folder(library: Library, torch: TorchBuild) -> Path:
         base = Path(os.environ.get("XDG_CACHE_HOME", "").strip() or "~/.cache").expanduser() / "transformer_engine_ext"
     # All that the result depends on, so that a cache in a shared home serves different machines and environments.
     command = native_build.compile_command(library, [], Path(library.file), torch)
-    digest = hashlib.sha256("\0".join([native_build.source_hash(library.source), *command]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\0".join([native_build.source_hash(library), *command]).encode()).hexdigest()[:16]
     tag = f"{sys.implementation.name}{sys.version_info[0]}{sys.version_info[1]}"
     key = f"torch{torch.version}-cuda{torch.cuda}-{tag}-abi{int(torch.cxx11_abi)}-{platform.machine()}-{digest}"
     return base / re.sub(r"[^\w.+-]", "_", f"{library.name}-{key}")
