@@ -99,6 +99,19 @@ wait
 cat first.log second.log | tee ways.log
 [ "$(grep -c '^ok ' ways.log)" = 7 ] || error_exit "installing"
 
+BUILT="$(echo "$WORK"/pip-no-build-isolation/lib/python3*/site-packages/transformer_engine_ext/csrc/streams.so)"
+if [ -f "$BUILT" ]; then
+    echo "Using the native library that the installation without build isolation compiled"
+    (cd "$WORK/pip-no-build-isolation" && NVTE_EXT_NATIVE=1 bin/python -W error -c "
+import sys
+from transformer_engine_ext.pytorch.rng.native_streams import load, streams_status
+load()
+usable, how = streams_status()
+sys.exit(None if usable and how.startswith('$BUILT, ') else how)") || error_exit "native library"
+else
+    echo "  no compiler or no Python headers here, so no native library was compiled to be used"
+fi
+
 echo "Using the pytest plug-in of the installed package"
 cat > "$WORK/pip-wheel/test_guard.py" << 'PYTHON'
 import torch
