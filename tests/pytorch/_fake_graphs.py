@@ -280,6 +280,8 @@ class Machine:
         }.items():
             patch.setattr(torch.cuda, name, _always(value))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.graph is not None)
+        patch.setattr(capture, "stream_captures", lambda: self.graph is not None)
+        patch.setattr(coverage, "alone", ())  # found anew, and forgotten with the device
         patch.setattr(torch.cuda, "default_generators", (self.default,))
         patch.setattr(capture, "captured_words", self.captured_words)
         for module in (coverage, registration):  # they ask what is a generator

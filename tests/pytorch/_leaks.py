@@ -52,7 +52,7 @@ def flags() -> dict[str, Any]:
     recompute = sys.modules.get("transformer_engine_ext.pytorch.recompute")
     found |= {name: bool(getattr(recompute, name)()) if recompute else None for name in FLAGS}
     recording = sys.modules.get("transformer_engine_ext.pytorch.rng.recording")
-    found["open recordings"] = len(recording._stack.open) if recording else 0
+    found["open recordings"] = len(recording.stack.open) if recording else 0
     registry = sys.modules.get("transformer_engine_ext.pytorch.rng.registry")
     found["streams given to set_all_rng_states"] = list(registry._extra) if registry else []
     devices = sys.modules.get("transformer_engine_ext.pytorch.rng.devices")

@@ -24,7 +24,7 @@ from _proof import ENGINE_IDS, ENGINES, Proof, assert_one_mask, differing
 from _twins import STREAM_SEEDS, Bench, compare, drop
 from transformer_engine_ext.errors import UnsupportedDeviceError
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
-from transformer_engine_ext.pytorch.rng import coverage, devices
+from transformer_engine_ext.pytorch.rng import capture, coverage, devices
 
 engines = pytest.mark.parametrize("use_reentrant", ENGINES, ids=ENGINE_IDS)
 SIZE = 256
@@ -99,12 +99,14 @@ class Handle:
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Three CUDA devices, of which number 0 is the current one."""
     machine = Machine("cuda:0", "cuda:1", "cuda:2")
-    monkeypatch.setitem(devices._BACKENDS, "cuda", FakeCUDA(machine))
+    monkeypatch.setitem(devices.BACKENDS, "cuda", FakeCUDA(machine))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(capture, "stream_captures", lambda: False)
+    monkeypatch.setattr(coverage, "alone", ())
     handles = tuple(Handle(stream) for stream in machine.generators.values())
     monkeypatch.setattr(torch.cuda, "default_generators", handles)
     return machine
@@ -223,6 +225,8 @@ def test_device_that_the_region_touches_first_is_exact_or_refused(
 def _pretend_accelerator(monkeypatch: pytest.MonkeyPatch, device_type: str) -> None:
     """A build of torch whose tensors can live on a device type also names it as its accelerator."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device(device_type))
+    # Asked once in a process, in which the accelerator stays the same.
+    monkeypatch.setattr(coverage, "_other_types", coverage._other_types.__wrapped__)
 
 
 @engines

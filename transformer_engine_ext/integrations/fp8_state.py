@@ -38,15 +38,21 @@ class Open:
         ``"stash"``: queue to the scales that were put into it, in order.
     cursor : dict
         Queue to how many of them this recompute has taken.
+    live, buffers, flags, shield
+        What leaving puts back: an autocast's settings, the buffers of amaxes, and two things of the hook's.
     """
 
-    __slots__ = ("cursor", "memory", "recompute", "reentrant")
+    __slots__ = ("buffers", "cursor", "flags", "live", "memory", "recompute", "reentrant", "shield")
 
     def __init__(self, memory: dict[str, Any], recompute: bool, reentrant: bool) -> None:
         self.memory = memory
         self.recompute = recompute
         self.reentrant = reentrant
         self.cursor: dict[int, int] = {}
+        self.live: tuple[Any, ...] = ()
+        self.buffers: Any = None
+        self.flags: tuple[bool, ...] = ()
+        self.shield: Any = None
 
     def keep(self, queue: _Queue, entry: Any) -> None:
         """Put a module's scales aside."""
@@ -215,40 +221,15 @@ class FP8State:
         """Tell whether FP8 is on now."""
         return bool(getattr(self._holder(), self._enabled, False))
 
-    def write(self, values: tuple[Any, ...]) -> None:
-        """Put back what ``enter`` returned; as a rule nothing of it has changed."""
-        holder = self._holder()
-        present = self._get(holder)
-        if not all(map(operator.is_, present, values)):
-            _watch.silent = True
-            try:
-                for name, value, live in zip(self._names, values, present, strict=True):
-                    if live is not value:
-                        setattr(holder, name, value)
-            finally:
-                _watch.silent = False
-        _watch.entered = True
+    # enter and leave run for every region, hence no helpers here but for what is rare.
+    def enter(self, region: Open) -> None:
+        """Route scales and flags by region from now on, and keep what an autocast sets, as it is now.
 
-    def use_up_first(self, region: Open, entered: tuple[Any, ...]) -> None:
-        """Use the first-module flag up where a region's FP8 modules did not.
-
-        Parameters
-        ----------
-        region : Open
-            A region that runs without grad in forward, where modules leave the flag alone.
-        entered : tuple
-            What ``enter`` returned for it.
+        In a recompute the forward's settings are in force until ``leave``, and updates of scales are out of reach.
         """
-        # See Note [FP8 updates happen once]: the flag is the next region's otherwise, too.
-        if region.memory.get("stash") and entered and entered[0]:
-            holder = self._holder()
-            setattr(holder, self._first, False)
-
-    def enter(self, region: Open) -> tuple[Any, ...]:
-        """Route scales and flags by region from now on; return what an autocast sets, as it is now."""
         # See Note [FP8 scales belong to the region]
-        holder = self._holder()
-        values = self._get(holder)
+        holder = getattr(self._manager, "quantization_state", self._manager)
+        region.live = live = self._get(holder)
         queues = getattr(holder, "fp8_tensors_recompute_buffer", None)
         if isinstance(queues, list) and type(queues) is not _Queues:
             # Never empty: Transformer Engine replaces an empty list by one of its own. Positions stay what they were.
@@ -259,26 +240,43 @@ class FP8State:
             self._kind, self._routed_kind = kind, _routed_class(kind, self._manager)
             holder.__class__ = self._routed_kind
         _opened.regions.append(region)
-        return values
+        if not region.recompute:
+            region.memory["autocast"] = live
+            return
+        # See Note [FP8 updates happen once]
+        region.buffers = getattr(holder, "global_amax_buffer", None)
+        if region.buffers is not None:
+            holder.global_amax_buffer = {}
+        wanted = region.memory.get("autocast")
+        if wanted is not None:
+            if not all(map(operator.is_, live, wanted)):
+                self._write(holder, wanted)
+            _watch.entered = True
 
     def leave(self, region: Open) -> None:
         """Undo ``enter``."""
+        holder = getattr(self._manager, "quantization_state", self._manager)
+        if region.recompute:
+            if not all(map(operator.is_, self._get(holder), region.live)):
+                self._write(holder, region.live)
+            _watch.entered = True
+            if region.buffers is not None:
+                holder.global_amax_buffer = region.buffers
+        # See Note [FP8 updates happen once]: without grad, modules leave the first-module flag alone, and it would be
+        # the next region's otherwise.
+        elif region.reentrant and region.memory.get("stash") and region.live and region.live[0]:
+            setattr(holder, self._first, False)
         _opened.regions.remove(region)
         self._depth -= 1
-        if self._depth == 0:
-            holder = self._holder()
-            if type(holder) is self._routed_kind:
-                holder.__class__ = self._kind
+        if self._depth == 0 and type(holder) is self._routed_kind:
+            holder.__class__ = self._kind
 
-    def hide_buffers(self) -> Any:
-        """Take the buffers out of reach through which scales are updated; returns them for ``show_buffers``."""
-        holder = self._holder()
-        buffers = getattr(holder, "global_amax_buffer", None)
-        if buffers is not None:
-            holder.global_amax_buffer = {}
-        return buffers
-
-    def show_buffers(self, buffers: Any) -> None:
-        """Undo ``hide_buffers``."""
-        if buffers is not None:
-            self._holder().global_amax_buffer = buffers
+    def _write(self, holder: Any, values: tuple[Any, ...]) -> None:
+        """Set what an autocast sets; as a rule nothing of it has changed."""
+        _watch.silent = True
+        try:
+            for name, value, live in zip(self._names, values, self._get(holder), strict=True):
+                if live is not value:
+                    setattr(holder, name, value)
+        finally:
+            _watch.silent = False

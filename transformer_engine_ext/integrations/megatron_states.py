@@ -15,7 +15,7 @@ from torch import Generator
 from transformer_engine_ext.errors import UnsupportedCaptureError
 from transformer_engine_ext.integrations.plan import Plan
 from transformer_engine_ext.integrations.tracker_states import carrying
-from transformer_engine_ext.pytorch.rng import Snapshot, StreamStates
+from transformer_engine_ext.pytorch.rng import Snapshot, StreamStates, moves
 from transformer_engine_ext.pytorch.rng.capture import SavedWords, capturing
 from transformer_engine_ext.pytorch.rng.devices import backend_of
 
@@ -51,7 +51,7 @@ def _put_back(snapshot: Snapshot, tracker: Any, name: str | None) -> None:
     if snapshot.captured:
         snapshot.rewind_within(snapshot.streams)
     else:
-        snapshot.rewind(snapshot.streams)
+        moves.rewind(snapshot.streams)
         if snapshot.foreign is not None:
             snapshot.foreign.rewind()
     if name is not None:

@@ -14,8 +14,8 @@ from operator import itemgetter
 from typing import Any
 
 from transformer_engine_ext.integrations.fp8_state import FP8State, Open
-from transformer_engine_ext.pytorch.recompute import is_recomputing, register_region_hook
-from transformer_engine_ext.pytorch.recompute.phase import set_fp8_probe
+from transformer_engine_ext.pytorch.recompute import register_region_hook
+from transformer_engine_ext.pytorch.recompute.phase import current, set_fp8_probe
 
 __all__ = ["TransformerEngineHook", "current_hook", "install_hook"]
 
@@ -89,50 +89,35 @@ class TransformerEngineHook:
         module, asked = token
         vars(module)["use_reentrant_activation_recompute"] = asked
 
-    def enter_forward(self, memory: dict[str, Any], reentrant: bool) -> Any:
+    def enter_forward(self, memory: dict[str, Any], reentrant: bool, recompute: bool = False) -> Open:
         """Set the flags, note the FP8 state, and keep the scales that modules put aside."""
+        region = Open(memory, recompute, reentrant)
+        if self._fp8 is not None:
+            self._fp8.enter(region)
         # See Note [Transformer Engine hears of any enclosing recompute]
-        region = Open(memory, False, reentrant)
-        if self._fp8 is not None:
-            memory["autocast"] = self._fp8.enter(region)
-        flags = self.set_flags((True, is_recomputing(), reentrant))
-        return region, flags, None if reentrant else self._shield()
+        scope = self._scope
+        region.flags = self._flags(scope)
+        for name, value in zip(self._names, (True, current.phase.recomputing, reentrant), strict=False):
+            scope[name] = value
+        if not reentrant:
+            region.shield = self._shield()  # See Note [The engine switch does not outlive the region]
+        return region
 
-    def leave_forward(self, memory: dict[str, Any], token: Any) -> None:
-        """Put the flags back."""
-        region, flags, shield = token
-        if shield is not None:
-            self._unshield(shield)
-        self.set_flags(flags)
-        if self._fp8 is not None:
-            if region.reentrant:
-                self._fp8.use_up_first(region, memory["autocast"])
-            self._fp8.leave(region)
-
-    def enter_recompute(self, memory: dict[str, Any], reentrant: bool) -> Any:
-        """Set the flags and the forward's FP8 state; updates of scales are out of reach meanwhile."""
-        # See Note [The engine switch does not outlive the region]
-        region = Open(memory, True, reentrant)
-        live, buffers = (), None
-        if self._fp8 is not None:
-            live = self._fp8.enter(region)
-            # See Note [FP8 updates happen once]
-            buffers = self._fp8.hide_buffers()
-            if "autocast" in memory:
-                self._fp8.write(memory["autocast"])
-        flags = self.set_flags((True, True, reentrant))
-        return region, flags, None if reentrant else self._shield(), live, buffers
-
-    def leave_recompute(self, memory: dict[str, Any], token: Any) -> None:
+    def leave_forward(self, memory: dict[str, Any], region: Open) -> None:
         """Put flags and FP8 state back."""
-        region, flags, shield, live, buffers = token
-        if shield is not None:
-            self._unshield(shield)
-        self.set_flags(flags)
+        if region.shield is not None:
+            self._unshield(region.shield)
+        scope = self._scope
+        for name, value in zip(self._names, region.flags, strict=False):
+            scope[name] = value
         if self._fp8 is not None:
-            self._fp8.write(live)
-            self._fp8.show_buffers(buffers)
             self._fp8.leave(region)
+
+    def enter_recompute(self, memory: dict[str, Any], reentrant: bool) -> Open:
+        """Set the flags and the forward's FP8 state; updates of scales are out of reach meanwhile."""
+        return self.enter_forward(memory, reentrant, recompute=True)
+
+    leave_recompute = leave_forward
 
 
 _hook: TransformerEngineHook | None = None

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from transformer_engine_ext.pytorch.rng import accelerate
+
 __all__ = ["Ambient", "autocast_cache"]
 
 # Reading a setting, and writing it.
@@ -51,7 +53,21 @@ def _look_up() -> None:
         *_KERNELS,
     ]
     _settings = [*autocast, *others]
+    use(accelerate())
 
+
+def use(native: Any) -> None:
+    """Read the settings by the native library ``csrc/streams.cpp`` from now on; None: by torch's Python functions."""
+    global key
+    if native is not None:
+        native.set_accelerator(_accelerator)
+    key = _now if native is None else native.ambient
+
+
+# The settings of the moment: their values in the order of _settings or, from the native library and in a twentieth of
+# the time, bytes that differ whenever one of them does. For these the values are kept.
+Key = list[Any] | bytes
+_known: dict[bytes, list[Any]] = {}
 
 _enabled, _dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _cached, _default_dtype = torch.is_autocast_cache_enabled, torch.get_default_dtype
@@ -71,6 +87,10 @@ def _now() -> list[Any]:
     ]
 
 
+#: Returns the settings of the moment, to compare with a region's.
+key: Callable[[], Key] = _now
+
+
 class Ambient:
     """Settings of the moment of construction.
 
@@ -78,37 +98,40 @@ class Ambient:
     ----------
     casts : bool
         Whether autocast was on for any device type.
+    key : list or bytes
+        The settings, to compare with those of another moment.
+    device_mode : torch.device or None
+        Where factory functions make their tensors; None without a ``torch.device`` context.
     """
 
-    __slots__ = ("_device_mode", "_values", "casts")
+    __slots__ = ("casts", "device_mode", "key")
 
     def __init__(self) -> None:
         if not _settings:
             _look_up()
-        self._values = _now()
-        self.casts: bool = self._values[0] or self._values[2]
-        self._device_mode = _device_mode() if torch._C._len_torch_function_stack() else None
+        self.key = now = key()
+        if type(now) is bytes and now not in _known:
+            _known[now] = _now()
+        self.casts = bool(now[0] or now[2])
+        self.device_mode = _device_mode() if torch._C._len_torch_function_stack() else None
 
-    def again(self) -> AbstractContextManager[object] | None:
-        """Return a context with these settings, or None where they hold already."""
-        now = _now()
-        if now == self._values and self._device_mode is None:
-            return None
-        return self._differing(now)
+    def again(self) -> AbstractContextManager[object]:
+        """Return a context with these settings; none is needed where ``key()`` equals ``key`` and there is no mode."""
+        return self._differing(_now(), _known[self.key] if isinstance(self.key, bytes) else self.key)
 
     @contextmanager
-    def _differing(self, now: list[Any]) -> Iterator[None]:
+    def _differing(self, now: list[Any], values: list[Any]) -> Iterator[None]:
         with ExitStack() as stack:
             # Inside of an autocast scope weight casts are cached until the outermost one ends, which this one may be.
-            if now[:_AUTOCASTS] != self._values[:_AUTOCASTS]:
+            if now[:_AUTOCASTS] != values[:_AUTOCASTS]:
                 torch.autocast_increment_nesting()
                 stack.callback(_end_autocast)
-            for (_, write), wanted, present in zip(_settings, self._values, now, strict=True):
+            for (_, write), wanted, present in zip(_settings, values, now, strict=True):
                 if wanted != present:
                     stack.callback(write, present)
                     write(wanted)
-            if self._device_mode is not None:
-                stack.enter_context(torch.device(self._device_mode))
+            if self.device_mode is not None:
+                stack.enter_context(torch.device(self.device_mode))
             yield
 
 

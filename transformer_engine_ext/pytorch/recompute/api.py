@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from transformer_engine_ext.errors import CheckpointArgumentError, DistributedNotInitializedError
-from transformer_engine_ext.pytorch.recompute.arguments import pack_call
+from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, pack_call
 from transformer_engine_ext.pytorch.recompute.legacy import take_old_keyword, take_positional_options
 from transformer_engine_ext.pytorch.recompute.non_reentrant import run_non_reentrant
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
@@ -118,7 +118,7 @@ def te_checkpoint(
             distribute_saved_activations, get_rng_state_tracker, tp_group = positional
     if "get_cuda_rng_tracker" in kwargs:
         get_rng_state_tracker = take_old_keyword(kwargs, get_rng_state_tracker, stacklevel=3)
-    run = _outside_of_graphs if torch.compiler.is_compiling() else _checkpoint
+    run = _outside_of_graphs if torch.compiler.is_dynamo_compiling() else _checkpoint
     return run(
         function,
         args,
@@ -164,11 +164,19 @@ def _checkpoint(
                 return function(*args, **kwargs)
         finally:
             leave_phase(before)
-    packed, tensors = pack_call(args, kwargs)
+    packed: PackedCall = None
+    tensors: Sequence[Tensor] = args
+    if kwargs or len(args) != 1 or type(args[0]) is not Tensor:  # else pack_call has nothing to do
+        packed, tensors = pack_call(args, kwargs)
     tracker = getter() if getter is not None and preserve else None
     if tracker is not None and covers_itself(tracker):
         tracker = None
-    if use_reentrant and _need_gradients(tensors):
+    needs = False
+    for tensor in tensors:
+        if tensor.requires_grad:
+            needs = True
+            break
+    if use_reentrant and needs:
         distributed = _distributed(tensors, group) if distribute else None
         region = Region(function, True, tensors, preserve, tracker, context_fn)
         return run_reentrant(region, args, kwargs, packed, tensors, distributed)
@@ -192,10 +200,6 @@ def _checkpoint(
     return run_non_reentrant(region, args, kwargs, packed, tensors, stop, determinism_check == "default", logs)
 
 
-def _need_gradients(tensors: Sequence[Tensor]) -> bool:
-    return any([tensor.requires_grad for tensor in tensors])  # noqa: C419 (a generator costs three times as much)
-
-
 def _decides(setting: bool | None, argument: bool) -> bool:
     """Return torch's process-wide setting if one is in force, else the argument."""
     return argument if setting is None else setting
@@ -209,7 +213,7 @@ def _distributed(tensors: Sequence[Tensor], group: Any) -> Distributed:
     return Distributed(tensors[0], group)
 
 
-# torch.compile traces into te_checkpoint, finds is_compiling() true and stops at this call: a graph break, behind which
-# the region runs as it does eagerly. (torch.compiler.disable says the same, but imports all of torch._dynamo at once,
-# which doubles the time that importing this package takes.)
+# torch.compile traces into te_checkpoint, finds is_dynamo_compiling() true and stops at this call: a graph break, after
+# which the region runs as it does eagerly. (torch.compiler.disable says the same, but imports all of torch._dynamo at
+# once, which doubles the time that importing this package takes.)
 _outside_of_graphs = torch._disable_dynamo(_checkpoint)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine_ext.pytorch.rng import moves
 from transformer_engine_ext.pytorch.rng.recording import Recording
 from transformer_engine_ext.pytorch.rng.snapshot import Rewound
 
@@ -55,7 +56,7 @@ class Run:
         self.moved: list[tuple[str, Any, Any, Any]] = []
         self._recording = recording
         known = recording.snapshot if isinstance(recording, Rewound) else recording
-        self._before = known.read() if known is not None else []
+        self._before = moves.retake(known.streams) if known is not None else []
 
     def close(self, error: BaseException | None) -> None:
         """Note where the streams stand, and remember the run."""

@@ -74,7 +74,7 @@ class SavedInputs:
             # A non-leaf is kept without its graph: its history may come to hold this region (when it is changed in
             # place with the region's result), and a cycle through autograd's nodes is never collected.
             self._tensors.append(tensor if tensor.is_leaf else tensor.detach())
-            self._versions.append(version_of(tensor))
+            self._versions.append(0 if tensor.is_inference() else tensor._version)
 
     def load(self) -> list[Tensor]:
         """Return the tensors, fit to be computed with again.
@@ -91,21 +91,21 @@ class SavedInputs:
             grad = torch.is_grad_enabled()
             torch._C._set_grad_enabled(True)
             try:
-                loaded = [self._load(number) for number in range(len(self._tensors))]
+                loaded = []
+                for number, tensor in enumerate(self._tensors):
+                    version = 0 if tensor.is_inference() else tensor._version  # version_of, written out
+                    if version != self._versions[number]:
+                        what = f"tensor argument {number} of a checkpointed region"
+                        raise changed_in_place(what, tensor, self._versions[number])
+                    if self._needs_grad[number] and not tensor.requires_grad:
+                        tensor = tensor.detach().requires_grad_()
+                        if not self._leaf[number]:
+                            # With a history, as in forward, for functions that ask for it.
+                            tensor = tensor.view_as(tensor)
+                    loaded.append(tensor)
             finally:
                 torch._C._set_grad_enabled(grad)
         for number, attributes in enumerate(self._attributes):
             if attributes is not None and not self._leaf[number]:
                 loaded[number].__dict__.update(attributes)
         return loaded
-
-    def _load(self, number: int) -> Tensor:
-        tensor, version = self._tensors[number], self._versions[number]
-        if version_of(tensor) != version:
-            raise changed_in_place(f"tensor argument {number} of a checkpointed region", tensor, version)
-        if self._needs_grad[number] and not tensor.requires_grad:
-            tensor = tensor.detach().requires_grad_()
-            if not self._leaf[number]:
-                # With a history, as in forward, for functions that ask for it.
-                tensor = tensor.view_as(tensor)
-        return tensor

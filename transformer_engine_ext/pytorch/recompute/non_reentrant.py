@@ -22,6 +22,7 @@ from transformer_engine_ext.pytorch.recompute.saving import Saving, pop_hooks_of
 __all__ = ["run_non_reentrant"]
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 
@@ -61,7 +62,8 @@ def run_non_reentrant(
     """
     # See Note [Inputs belong to the enclosing region]
     saving = Saving(region, packed, SavedInputs(tensors), early_stop, check, logs)
-    saving._user_hooks = users_hooks()
+    if _top_hooks(False) is not None:
+        saving._user_hooks = users_hooks()
     try:
         _push_hooks(saving, saving.load)  # See Note [An interrupt may come between two lines]
         result = region.forward(args, kwargs)

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "FORWARD",
+    "PHASES",
     "RECOMPUTE",
     "Phase",
     "activation_recompute_forward",
+    "current",
     "current_phase",
     "enter_engine",
     "enter_phase",
@@ -49,8 +51,8 @@ class Phase(NamedTuple):
 
 
 OUTSIDE = Phase()
-# All phases that a region can be in, made once: a region enters two.
-_PHASES = {
+#: All phases that a region can be in, made once: a region enters two.
+PHASES = {
     (innermost, recomputing, reentrant): Phase(innermost, recomputing, reentrant)
     for innermost in (FORWARD, RECOMPUTE)
     for recomputing in (False, True)
@@ -62,7 +64,8 @@ class _Current(threading.local):
     phase = OUTSIDE
 
 
-_current = _Current()
+#: This thread's flags, as ``phase``. Regions read and write it as enter_phase and leave_phase do, without the calls.
+current = _Current()
 
 
 # Note [Phase flags are saved and restored]
@@ -85,8 +88,8 @@ def enter_phase(innermost: str, reentrant: bool) -> Phase:
     Phase
         The flags that held before, for ``leave_phase``.
     """
-    before = _current.phase
-    _current.phase = _PHASES[innermost, before.recomputing or innermost == RECOMPUTE, reentrant]
+    before = current.phase
+    current.phase = PHASES[innermost, before.recomputing or innermost == RECOMPUTE, reentrant]
     return before
 
 
@@ -96,19 +99,19 @@ def enter_engine(reentrant: bool) -> Phase:
     The forward of an outer reentrant region runs without grad, and code in it that asks
     ``use_reentrant_activation_recompute`` must hear there what it will hear in the recompute.
     """
-    before = _current.phase
-    _current.phase = before._replace(reentrant=bool(reentrant))
+    before = current.phase
+    current.phase = before._replace(reentrant=bool(reentrant))
     return before
 
 
 def leave_phase(before: Phase) -> None:
     """Put back the flags that ``enter_phase`` returned."""
-    _current.phase = before
+    current.phase = before
 
 
 def current_phase() -> Phase:
     """Return the flags of this thread."""
-    return _current.phase
+    return current.phase
 
 
 def is_recomputing() -> bool:
@@ -116,12 +119,12 @@ def is_recomputing() -> bool:
 
     Code that counts, or keeps statistics, asks this to count once; see also ``in_checkpoint_region``.
     """
-    return _current.phase.recomputing
+    return current.phase.recomputing
 
 
 def in_checkpoint_region() -> bool:
     """Tell whether this code runs inside a checkpointed region, in forward or in recompute."""
-    return _current.phase.innermost is not None
+    return current.phase.innermost is not None
 
 
 def _no_fp8() -> bool:
@@ -139,17 +142,17 @@ def set_fp8_probe(probe: Callable[[], bool] | None) -> None:
 
 def is_fp8_activation_recompute_enabled() -> bool:
     """Tell whether this code runs inside a checkpointed region with FP8 enabled (Transformer Engine's predicate)."""
-    return _current.phase.innermost is not None and _fp8_probe()
+    return current.phase.innermost is not None and _fp8_probe()
 
 
 def in_fp8_activation_recompute_phase() -> bool:
     """Tell whether the innermost region is being recomputed, in any precision (Transformer Engine's predicate)."""
-    return _current.phase.innermost == RECOMPUTE
+    return current.phase.innermost == RECOMPUTE
 
 
 def use_reentrant_activation_recompute() -> bool:
     """Tell whether the innermost region runs on the reentrant engine (Transformer Engine's predicate)."""
-    return _current.phase.reentrant
+    return current.phase.reentrant
 
 
 class _Entered(threading.local):
@@ -181,10 +184,10 @@ class activation_recompute_forward(AbstractContextManager[None], ContextDecorato
         self._entered = _Entered()
 
     def __enter__(self) -> None:
-        before = _current.phase
+        before = current.phase
         self._entered.before.append(before)
         if not self.activation_recompute:
-            _current.phase = before._replace(innermost=None)
+            current.phase = before._replace(innermost=None)
         else:
             enter_phase(RECOMPUTE if self.recompute_phase else FORWARD, before.reentrant)
 

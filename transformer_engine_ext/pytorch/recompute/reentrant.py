@@ -68,7 +68,8 @@ class _Reentrant(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         region = call.region
         args, kwargs, call.args, call.kwargs = call.args, call.kwargs, (), {}
-        versions = [version_of(tensor) for tensor in tensors]
+        # version_of, written out
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
         # See Note [Casts made without grad stay out of the cache]
         if region.ambient.casts:
             with autocast_cache(False):
@@ -87,9 +88,10 @@ class _Reentrant(torch.autograd.Function):
             _refuse_hidden(call.outputs)
         ctx.call = call
         # A gradient that nobody asked for stays None instead of a tensor of zeros.
-        ctx.set_materialize_grads(False)
+        # What set_materialize_grads and save_for_backward do.
+        ctx.materialize_grads = False
         # See Note [The caller's input is spread in place]
-        ctx.save_for_backward(*(tensors if call.distributed is None else call.distributed.scatter(tensors)))
+        ctx.to_save = tensors if call.distributed is None else tuple(call.distributed.scatter(tensors))
         return tuple([_connectable(output, tensors) if output.requires_grad else output for output in outputs])
 
     @staticmethod

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,12 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
 from transformer_engine_ext.errors import RecomputeMismatchError, SuppressedErrorError
-from transformer_engine_ext.pytorch.recompute import debug
-from transformer_engine_ext.pytorch.recompute.ambient import Ambient
+from transformer_engine_ext.pytorch.recompute import ambient, debug
 from transformer_engine_ext.pytorch.recompute.hooks import active_hooks, enter_hooks, leave_hooks
-from transformer_engine_ext.pytorch.recompute.phase import FORWARD, RECOMPUTE, enter_phase, leave_phase
+from transformer_engine_ext.pytorch.recompute.phase import FORWARD, PHASES, RECOMPUTE, current
 from transformer_engine_ext.pytorch.recompute.selective import replaying_draws
 from transformer_engine_ext.pytorch.rng import Rewound, Snapshot, audit
+from transformer_engine_ext.pytorch.rng.recording import stack
 
 __all__ = ["Region", "StopRecompute"]
 
@@ -89,10 +88,10 @@ class Region:
                 self._forward_context, self._recompute_context = replaying_draws(
                     self._forward_context, self._recompute_context
                 )
-        self.ambient = Ambient()
+        self.ambient = ambient.Ambient()
         self._hooks = active_hooks()
         self._memories: list[dict[str, Any]] = [{} for _ in self._hooks] if self._hooks else []
-        self.snapshot = Snapshot(tensors, _module_of(function), tracker) if preserve_rng_state else None
+        self.snapshot = Snapshot(tensors, function, tracker) if preserve_rng_state else None
 
     def cuda_clock(self) -> torch.Generator | None:
         """Return the default generator whose position tells how far a run has come; None without CUDA."""
@@ -115,11 +114,17 @@ class Region:
             What the function returned.
         """
         context, snapshot = self._forward_context, self.snapshot
-        before = enter_phase(FORWARD, self.reentrant)  # See Note [Phase flags are saved and restored]
+        before = current.phase  # See Note [Phase flags are saved and restored]
+        current.phase = PHASES[FORWARD, before.recomputing, self.reentrant]
         try:
-            entered = enter_hooks(self._hooks, self._memories, False, self.reentrant) if self._hooks else None
+            hooks, entered = self._hooks, None
+            if len(hooks) == 1:  # as a rule; enter_hooks and leave_hooks, written out
+                token = hooks[0].enter_forward(self._memories[0], self.reentrant)
+            elif hooks:
+                entered = enter_hooks(hooks, self._memories, False, self.reentrant)
             if snapshot is not None:
-                opened = snapshot.open()
+                opened = stack.open
+                opened.append(snapshot)
             try:
                 if context is None and not debug.ENABLED:
                     return self._function(*args, **kwargs)
@@ -135,8 +140,10 @@ class Region:
                     opened.remove(snapshot)
                 if entered is not None:
                     leave_hooks(entered, False)
+                elif hooks:
+                    hooks[0].leave_forward(self._memories[0], token)
         finally:
-            leave_phase(before)
+            current.phase = before
 
     def recompute(
         self, args: Sequence[Any], kwargs: dict[str, Any], started: Callable[[Rewound], None] | None = None
@@ -160,9 +167,14 @@ class Region:
         RecomputeMismatchError
             If a stream ends elsewhere than after the forward.
         """
-        before = enter_phase(RECOMPUTE, self.reentrant)
+        before = current.phase
+        current.phase = PHASES[RECOMPUTE, True, self.reentrant]
         try:
-            entered = enter_hooks(self._hooks, self._memories, True, self.reentrant) if self._hooks else None
+            hooks, entered = self._hooks, None
+            if len(hooks) == 1:
+                token = hooks[0].enter_recompute(self._memories[0], self.reentrant)
+            elif hooks:
+                entered = enter_hooks(hooks, self._memories, True, self.reentrant)
             try:
                 if self.snapshot is None:
                     return self._call(args, kwargs)[0]
@@ -181,22 +193,26 @@ class Region:
             finally:
                 if entered is not None:
                     leave_hooks(entered, True)
+                elif hooks:
+                    hooks[0].leave_recompute(self._memories[0], token)
         except RecomputeMismatchError as error:
             debug.explain(error)
             raise
         finally:
-            leave_phase(before)
+            current.phase = before
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any], rewound: Rewound | None = None) -> tuple[Any, bool]:
         """Return the function's result, and whether it ran to its end."""
-        ambient, context = self.ambient.again(), self._recompute_context
+        context, settings = self._recompute_context, None
+        if ambient.key() != self.ambient.key or self.ambient.device_mode is not None:
+            settings = self.ambient.again()
         # Not torch.enable_grad: with the other contexts it would cost as much as all of the rewinding.
         grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
         try:
-            if ambient is None and context is None and not debug.ENABLED:
+            if settings is None and context is None and not debug.ENABLED:
                 return self._function(*args, **kwargs), True
-            with nullcontext() if ambient is None else ambient, debug.watching(self, rewound, RECOMPUTE):
+            with nullcontext() if settings is None else settings, debug.watching(self, rewound, RECOMPUTE):
                 if context is None:
                     return self._function(*args, **kwargs), True
                 with context:
@@ -210,11 +226,3 @@ class Region:
             return None, False
         finally:
             torch._C._set_grad_enabled(grad)
-
-
-def _module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
-    """Return the module that a call of ``function`` runs, if it shows: itself, its method's owner, or in a partial."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, torch.nn.Module) else None

@@ -17,7 +17,7 @@ from transformer_engine_ext.pytorch.recompute.arguments import PackedCall, unpac
 from transformer_engine_ext.pytorch.recompute.inputs import SavedInputs, changed_in_place
 from transformer_engine_ext.pytorch.recompute.operator_log import OperatorLogs
 from transformer_engine_ext.pytorch.recompute.region import Region, StopRecompute
-from transformer_engine_ext.pytorch.rng import Rewound
+from transformer_engine_ext.pytorch.rng import Rewound, moves
 from transformer_engine_ext.pytorch.rng.audit import mismatch
 
 __all__ = ["Saving", "pop_hooks_of", "users_hooks"]
@@ -39,16 +39,14 @@ _TIP = (
 )
 
 
-class _Place:
-    """Where one saved tensor would be: filled by a recompute, emptied by the unpack that follows.
+class _Place(dict[object, tuple[Tensor, int]]):
+    """Where one saved tensor would be, by backward pass: filled by a recompute, emptied by the unpack that follows.
 
     The graph holds it, the region only refers to it: a place that the graph has let go needs no tensor.
     """
 
-    __slots__ = ("__weakref__", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: dict[object, tuple[Tensor, int]] = {}
+    # A dict of its own, since one with an attribute takes twice as long to make.
+    __slots__ = ("__weakref__",)
 
 
 class Saving:
@@ -110,9 +108,12 @@ class Saving:
         self.places.append(weakref.ref(place))
         if self.metadata is not None:
             self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
-        self.last_save = _sequence_number()
-        if self.clock is not None:
-            self.last_position = self.clock.get_offset()
+        if moves.mark is not None:
+            self.last_save, self.last_position = moves.mark(self.clock)
+        else:
+            self.last_save = _sequence_number()
+            if self.clock is not None:
+                self.last_position = self.clock.get_offset()
         return place
 
     # Note [One recompute per backward pass]
@@ -145,7 +146,7 @@ class Saving:
                 raise SavedTensorMismatchError(f"{error}\n{self.logs.report()}") from None
             self.recomputed.add(task)
         try:
-            tensor, version = place.tensors.pop(task)
+            tensor, version = place.pop(task)
         except KeyError:
             raise SavedTensorMismatchError(
                 "Unpack is being triggered for a tensor that was already unpacked once in this backward pass. Read "
@@ -160,7 +161,8 @@ class Saving:
     def _recompute(self, task: object) -> None:
         tensors = self.inputs.load()
         run = _Run(self, task)
-        run._user_hooks = users_hooks()
+        if _top_hooks(False) is not None:
+            run._user_hooks = users_hooks()
         try:
             try:
                 _push_hooks(run, _identity)
@@ -233,7 +235,7 @@ class _Run:
                 saved = saving.versions.get(number)
                 if saved is not None and saved[0] == identity:
                     version = saved[1]
-            place.tensors[self.task] = tensor, version
+            place[self.task] = tensor, version
             metadata = saving.metadata
             if metadata is not None:
                 found = (tensor.shape, tensor.dtype, tensor.device)
@@ -289,7 +291,7 @@ class _Run:
         for reference in self.saving.places:
             place = reference()
             if place is not None:
-                place.tensors.pop(self.task, None)
+                place.pop(self.task, None)
 
 
 def _described(metadata: Metadata) -> str:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from transformer_engine_ext.pytorch.rng.accelerate import accelerate
 from transformer_engine_ext.pytorch.rng.audit import audit
 from transformer_engine_ext.pytorch.rng.registration import register_streams, registering_streams
 from transformer_engine_ext.pytorch.rng.registry import (
@@ -23,6 +24,7 @@ __all__ = [
     "Rewound",
     "Snapshot",
     "StreamStates",
+    "accelerate",
     "audit",
     "covers_itself",
     "decode_state",

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -31,9 +31,15 @@ __all__ = ["SavedWords", "capturing", "require_registered", "set_host_offset"]
 # concurrently on another CUDA stream.
 
 
+#: Whether the current CUDA stream is being captured, where CUDA runs; torch.cuda wraps this in one more function.
+stream_captures: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+
 def capturing() -> bool:
     """Tell whether the current CUDA stream is being captured into a graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and stream_captures()
 
 
 def set_host_offset(handle: Generator, offset: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import Generator, Tensor
 
 from transformer_engine_ext.errors import StreamStateTypeError, UnsupportedDeviceError
-from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, get_backend, same_value
+from transformer_engine_ext.pytorch.rng import moves
+from transformer_engine_ext.pytorch.rng.devices import BACKENDS, CPU, DeviceBackend, same_value
 
 __all__ = ["Foreign", "cuda_in_use", "default_name", "default_streams"]
 
@@ -96,6 +98,14 @@ def _other(device: torch.device) -> Covered:
     return f"default ({device})", backend, handle, backend.take(handle)
 
 
+def _module_of(function: Callable[..., Any] | None) -> torch.nn.Module | None:
+    """Return the module that a call of ``function`` runs, if it shows: itself, its method's owner, or in a partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
 def _module_devices(module: torch.nn.Module | None) -> Iterator[torch.device]:
     if module is not None:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
@@ -115,18 +125,34 @@ def _in_use(index: int) -> bool:
         return True
 
 
+#: ``(0,)`` once CUDA runs with one device, which stays so: what ``cuda_in_use`` would return, without the call.
+alone: tuple[int, ...] = ()
+
+
 def cuda_in_use() -> tuple[int, ...]:
     """Return the indices of the CUDA devices that this process uses: the current one, and all with a context."""
+    global alone
     if not torch.cuda.is_initialized():
         return ()
     # Generators are made for all visible devices when CUDA starts; counting the devices anew costs a microsecond.
     count = len(torch.cuda.default_generators)
     if count == 1:
-        return (0,)
+        alone = (0,)
+        return alone
     current = torch.cuda.current_device()
     return tuple([i for i in range(count) if i == current or _in_use(i)])
 
 
+def _after_fork() -> None:
+    global alone
+    alone = ()  # CUDA does not run in a child
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@functools.cache  # an accelerator is CUDA or something else, and stays that
 def _other_types() -> bool:
     """Tell whether this build of torch drives an accelerator other than CUDA."""
     accelerator = torch.accelerator.current_accelerator()
@@ -145,7 +171,7 @@ def default_name(index: int) -> str:
 # walk over a transformer layer's parameters costs more than the whole snapshot). One process per GPU has one context,
 # however many devices it sees. Other device types are covered where an argument or a parameter lives on one.
 def default_streams(
-    tensors: Sequence[Tensor], module: torch.nn.Module | None, in_use: tuple[int, ...]
+    tensors: Sequence[Tensor], function: Callable[..., Any] | None, in_use: tuple[int, ...]
 ) -> list[Covered]:
     """Return the default streams to cover, as ``(name, backend, handle, value)``.
 
@@ -153,8 +179,8 @@ def default_streams(
     ----------
     tensors : sequence of torch.Tensor
         Tensor arguments of the region, nested ones included.
-    module : torch.nn.Module or None
-        Module that the region calls.
+    function : callable or None
+        What the region calls.
     in_use : tuple of int
         What ``cuda_in_use`` returns now.
 
@@ -168,19 +194,20 @@ def default_streams(
     UnsupportedDeviceError
         For a device type whose default generator cannot be read and written.
     """
-    cpu = get_backend("cpu")
-    handle = cpu.default(0)
-    found: list[Covered] = [("default (cpu)", cpu, handle, cpu.take(handle))]
+    cpu = CPU
+    handle = cpu.bound
+    found: list[Covered] = [("default (cpu)", cpu, handle, moves.take(cpu, handle))]
     for index in in_use:
-        cuda = get_backend("cuda")
-        handle = cuda.default(index)
-        found.append((default_name(index), cuda, handle, cuda.take(handle)))
+        cuda = BACKENDS["cuda"]
+        # What default() does, where the one device is a real one.
+        handle = torch.cuda.default_generators[0].graphsafe_get_state() if alone else cuda.default(index)
+        found.append((default_name(index), cuda, handle, moves.take(cuda, handle)))
     others = False
     for tensor in tensors:
         if not (tensor.is_cpu or tensor.is_cuda or tensor.is_meta):
             others = True
-    if others or (not in_use and _other_types()):  # an accelerator is CUDA or something else, and stays that
-        for device in dict.fromkeys((*(tensor.device for tensor in tensors), *_module_devices(module))):
+    if others or (not in_use and _other_types()):
+        for device in dict.fromkeys((*(tensor.device for tensor in tensors), *_module_devices(_module_of(function)))):
             if device.type not in ("cpu", "cuda", "meta"):
                 found.append(_other(device))
     return found

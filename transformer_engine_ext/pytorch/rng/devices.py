@@ -8,7 +8,6 @@ nothing ever changes in place, so one value may be kept by any number of snapsho
 
 from __future__ import annotations
 
-import ctypes
 import operator
 from typing import Any, Protocol
 
@@ -16,9 +15,20 @@ import torch
 from torch import Generator, Tensor
 
 from transformer_engine_ext.errors import UnsupportedDeviceError
-from transformer_engine_ext.pytorch.rng.state import MT19937State, PhiloxState, count_words, decode_state, philox_words
+from transformer_engine_ext.pytorch.rng.cpu_backend import CPUBackend, end_binding, same_value
+from transformer_engine_ext.pytorch.rng.state import PhiloxState, philox_words
 
-__all__ = ["CPUBackend", "CUDABackend", "DeviceBackend", "backend_of", "device_index", "get_backend", "same_value"]
+__all__ = [
+    "BACKENDS",
+    "CPU",
+    "CPUBackend",
+    "CUDABackend",
+    "DeviceBackend",
+    "backend_of",
+    "device_index",
+    "get_backend",
+    "same_value",
+]
 
 
 class DeviceBackend(Protocol):
@@ -86,18 +96,6 @@ class DeviceBackend(Protocol):
 # whatever is cheapest. Only what ``take`` gave may be ``put``.
 
 
-# PyDLL: letting go of the interpreter's lock costs more than comparing 5 KB.
-_compare = ctypes.PyDLL(None).memcmp
-_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-def same_value(first: Tensor, second: Tensor) -> bool:
-    """Tell whether two state tensors (contiguous, ``uint8``, CPU) hold equal bytes."""
-    # torch.equal costs ten times the comparison itself on 5 KB (4.5 to 9 us).
-    size = first.numel()
-    return size == second.numel() and _compare(first.data_ptr(), second.data_ptr(), size) == 0
-
-
 def device_index(handle: Generator) -> int:
     """Return the index of a stream's device; 0 for the CPU."""
     device = handle.device
@@ -105,114 +103,6 @@ def device_index(handle: Generator) -> int:
         return device.index
     # torch.Generator("cuda") names no index: it belongs to the current device.
     return 0 if device.type == "cpu" else torch.cuda.current_device()
-
-
-# 32-bit words that leads_to() looks ahead, about a millisecond. Where more follow it says no, which is always safe.
-_STEPS = 1 << 16
-
-
-class CPUBackend:
-    """CPU streams: mt19937, moved by value.
-
-    CPU generators have no second handle on one state, so binding a stream copies its value into the default
-    generator and, when another stream is bound, copies it back.
-    """
-
-    # Note [A bound CPU stream lives in the default generator]
-    # While a stream is bound, its value advances inside torch.default_generator and the handle's own bytes are stale;
-    # the default stream's value is parked meanwhile. Every bind first writes the outgoing stream back, so a fork
-    # nested in another fork (of the same stream or not) continues where the outer one stands, and read() and write()
-    # look where the value really is. Code that uses a handle directly (generator=handle) inside a fork of the same
-    # stream sees the stale bytes; this package never does.
-    device_type = "cpu"
-
-    # Note [Two threads may fork at once]
-    # Forks of one thread end in the reverse order of their beginning; those of two threads need not. Each binding
-    # therefore knows the one under it: one that ends below another hands on what it would have gone back to, so that
-    # when all have ended the default generator has its own stream again. (What was drawn meanwhile came from whichever
-    # stream was bound: the default generator belongs to the process.)
-    def __init__(self) -> None:
-        self._open: list[list[Generator]] = []
-        self._default = torch.default_generator
-        self._bound: Generator = self._default
-        self._parked = self._default.get_state()  # of use only while another stream is bound
-
-    def default(self, index: int = 0) -> Generator:
-        return self._bound
-
-    def read(self, handle: Generator) -> Tensor:
-        if handle is self._bound:
-            return self._default.get_state()
-        return self._parked if handle is self._default else handle.get_state()
-
-    def write(self, handle: Generator, value: Tensor) -> None:
-        if handle is self._bound:
-            self._default.set_state(value)
-        elif handle is self._default:
-            self._parked = value
-        else:
-            handle.set_state(value)
-
-    take = position = read
-    put = write
-    same = equal = unmoved = staticmethod(same_value)
-
-    def leads_to(self, here: Tensor, end: Tensor) -> bool:
-        if same_value(here, end):
-            return True
-        start, goal = decode_state(here), decode_state(end)
-        if not isinstance(start, MT19937State) or not isinstance(goal, MT19937State):
-            return False
-        return count_words(start, goal, limit=_STEPS) is not None
-
-    def distance(self, entry: Tensor, position: Tensor) -> str:
-        start, end = decode_state(entry), decode_state(position)
-        if not isinstance(start, MT19937State) or not isinstance(end, MT19937State):
-            return "an unknown number of 32-bit words"
-        words = count_words(start, end)
-        return "another sequence (the stream was re-seeded or set)" if words is None else f"{words} 32-bit words"
-
-    def new_stream(self, seed: int, index: int = 0) -> Generator:
-        handle = Generator()
-        handle.manual_seed(seed)
-        return handle
-
-    def bind(self, handle: Generator) -> list[Generator] | None:
-        if handle is self._bound:
-            return None
-        binding = [self._bound]
-        self._open.append(binding)
-        self._swap(handle)
-        return binding
-
-    def _swap(self, handle: Generator) -> None:
-        outgoing = self._bound
-        if handle is outgoing:
-            return
-        live = self._default.get_state()
-        if outgoing is self._default:
-            self._parked = live
-        else:
-            outgoing.set_state(live)
-        self._default.set_state(self._parked if handle is self._default else handle.get_state())
-        self._bound = handle
-
-    def bound_stream(self, index: int = 0) -> Generator | None:
-        return None if self._bound is self._default else self._bound
-
-    def depth(self, index: int = 0) -> int:
-        return len(self._open)
-
-    def unwind(self, index: int, depth: int, handle: Generator | None = None) -> None:
-        bindings = self._open[depth:]
-        del self._open[depth:]
-        if handle is not None or bindings:
-            self._swap(handle if handle is not None else bindings[0][0])
-
-    def unbind(self, token: list[Generator] | None) -> None:
-        back = None if token is None else _end_binding(self._open, token)
-        if back is not None:
-            self._swap(back)
 
 
 class CUDABackend:
@@ -277,11 +167,15 @@ class CUDABackend:
         return handle
 
     def bind(self, handle: Generator) -> tuple[int, list[Generator]]:
-        index = device_index(handle)
-        default = torch.cuda.default_generators[index]
+        defaults = torch.cuda.default_generators
+        index = 0 if len(defaults) == 1 else device_index(handle)
+        default = defaults[index]
         binding = [default.graphsafe_get_state(), handle]
         default.graphsafe_set_state(handle)  # first: where it raises there is nothing to end
-        self._open.setdefault(index, []).append(binding)
+        bindings = self._open.get(index)
+        if bindings is None:
+            bindings = self._open.setdefault(index, [])
+        bindings.append(binding)
         return index, binding
 
     def bound_stream(self, index: int) -> Generator | None:
@@ -300,31 +194,18 @@ class CUDABackend:
 
     def unbind(self, token: tuple[int, list[Generator]]) -> None:
         index, binding = token
-        back = _end_binding(self._open[index], binding)
+        bindings = self._open[index]
+        if bindings and bindings[-1] is binding:  # end_binding, written out
+            bindings.pop()
+            torch.cuda.default_generators[index].graphsafe_set_state(binding[0])
+            return
+        back = end_binding(bindings, binding)
         if back is not None:
             torch.cuda.default_generators[index].graphsafe_set_state(back)
 
 
-def _end_binding(open_bindings: list[list[Generator]], binding: list[Generator]) -> Generator | None:
-    """Forget a binding; return what the default generator must be bound to now, or None if it stays as it is.
-
-    A binding starts with the stream under it; see Note [Two threads may fork at once].
-    """
-    if open_bindings and open_bindings[-1] is binding:
-        open_bindings.pop()
-        return binding[0]
-    place = next((number for number, other in enumerate(open_bindings) if other is binding), None)
-    if place is None:  # unwound
-        return None
-    above = open_bindings[place + 1 : place + 2]
-    del open_bindings[place]
-    if not above:  # another thread has ended its binding in this moment
-        return binding[0]
-    above[0][0] = binding[0]
-    return None
-
-
-_BACKENDS: dict[str, DeviceBackend] = {"cpu": CPUBackend(), "cuda": CUDABackend()}
+CPU = CPUBackend()
+BACKENDS: dict[str, DeviceBackend] = {"cpu": CPU, "cuda": CUDABackend()}
 
 
 def get_backend(device_type: str) -> DeviceBackend:
@@ -341,11 +222,11 @@ def get_backend(device_type: str) -> DeviceBackend:
         If this package has no backend for the type.
     """
     try:
-        return _BACKENDS[device_type]
+        return BACKENDS[device_type]
     except KeyError:
         raise UnsupportedDeviceError(
             f"random-number streams of device type {device_type!r} cannot be tracked: there are backends for "
-            f"{', '.join(sorted(_BACKENDS))}. Keep the stream on one of these devices"
+            f"{', '.join(sorted(BACKENDS))}. Keep the stream on one of these devices"
         ) from None
 
 

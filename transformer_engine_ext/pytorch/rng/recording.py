@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Generator
 
+from transformer_engine_ext.pytorch.rng import moves
 from transformer_engine_ext.pytorch.rng.capture import capturing, require_registered
 from transformer_engine_ext.pytorch.rng.devices import DeviceBackend, backend_of
+from transformer_engine_ext.pytorch.rng.moves import Stream
 
 __all__ = [
     "Recording",
@@ -22,6 +24,7 @@ __all__ = [
     "note_table",
     "noted_handles",
     "reborn",
+    "stack",
     "touch",
     "watch_forks",
 ]
@@ -39,18 +42,13 @@ class StreamTable(Protocol):
     seeds_: set[int]
 
 
-#: What to call a stream in messages, its backend, its handle, and its value at one moment, as the backend takes it.
-Stream = tuple[str, DeviceBackend, Generator, Any]
-
-
 class _Stack(threading.local):
-    """Recordings that are open in this thread, outermost first."""
-
     def __init__(self) -> None:
         self.open: list[Recording] = []
 
 
-_stack = _Stack()
+#: Recordings that are open in this thread, outermost first, as ``open``.
+stack = _Stack()
 
 
 class Recording:
@@ -84,7 +82,7 @@ class Recording:
 
     def open(self) -> list[Recording]:
         """Receive the touches of this thread from now on, until removed from the list that this returns."""
-        opened = _stack.open
+        opened = stack.open
         opened.append(self)
         return opened
 
@@ -95,23 +93,6 @@ class Recording:
     def reborn(self, tracker: StreamTable, name: str) -> Generator | None:
         """Return the generator to use for a stream that is being added; None for a new one."""
         return None
-
-    def positions(self) -> list[Any]:
-        """Return where each noted stream stands now."""
-        return [backend.position(handle) for _, backend, handle, _ in self.streams]
-
-    def read(self) -> list[Stream]:
-        """Return the noted streams with the values that they have now."""
-        return [(name, backend, handle, backend.take(handle)) for name, backend, handle, _ in self.streams]
-
-    @staticmethod
-    def rewind(streams: Sequence[Stream]) -> None:
-        """Write the values of some streams, in place."""
-        # Note [The earliest value wins]
-        # Two handles can share one CUDA state (a second name for the default stream, say). Their values were noted at
-        # different moments, and only the earliest is the one at entry, so it must be written last.
-        for _, backend, handle, value in reversed(streams):
-            backend.put(handle, value)
 
 
 # Note [First touch]
@@ -129,21 +110,23 @@ def touch(name: str, handle: Generator) -> None:
     handle : torch.Generator
         The stream.
     """
-    stack = _stack.open
-    if not stack:
+    recordings = stack.open
+    if not recordings:
         if _watcher is not None:
             _watcher(name)
         return
+    if moves.touch is not None and moves.touch(recordings, name, handle):
+        return
     key = id(handle)
     backend, value = None, None
-    for recording in reversed(stack):
+    for recording in reversed(recordings):
         if key in recording.known:
             return
         if backend is None or value is None:
             backend = backend_of(handle)
             if backend.device_type == "cuda" and capturing():
                 require_registered(name, handle)
-            value = backend.take(handle)
+            value = moves.take(backend, handle)
         recording.record(name, backend, handle, value)
 
 
@@ -158,13 +141,13 @@ def watch_forks(watcher: Callable[[str], None] | None) -> None:
 
 def noted_handles() -> list[Generator]:
     """Return the streams that the open recordings of this thread have noted, or that were made inside them."""
-    noted = [handle for recording in _stack.open for _, _, handle, _ in recording.streams]
-    return noted + [handle for recording in _stack.open for _, _, handle in recording.births]
+    noted = [handle for recording in stack.open for _, _, handle, _ in recording.streams]
+    return noted + [handle for recording in stack.open for _, _, handle in recording.births]
 
 
 def note_birth(handle: Generator, name: str = "", tracker: StreamTable | None = None) -> None:
     """Tell the open recordings that a stream was made inside them, so that it has no earlier value to go back to."""
-    for recording in _stack.open:
+    for recording in stack.open:
         recording.known.add(id(handle))
         # Kept alive: a freed id could become another generator's.
         recording.births = (*recording.births, (tracker, name, handle))
@@ -172,13 +155,13 @@ def note_birth(handle: Generator, name: str = "", tracker: StreamTable | None = 
 
 def born_in_forward(tracker: StreamTable, name: str) -> bool:
     """Tell whether an open recompute belongs to a region whose forward added this stream."""
-    return any(recording.born(tracker, name) for recording in _stack.open)
+    return any(recording.born(tracker, name) for recording in stack.open)
 
 
 def reborn(tracker: StreamTable, name: str) -> Generator | None:
     """Return the generator that forward made for a stream which a recompute adds again, or None."""
     # See Note [A stream made inside a region keeps its generator]
-    for recording in reversed(_stack.open):
+    for recording in reversed(stack.open):
         handle = recording.reborn(tracker, name)
         if handle is not None:
             return handle
@@ -187,7 +170,7 @@ def reborn(tracker: StreamTable, name: str) -> Generator | None:
 
 def note_table(tracker: StreamTable) -> None:
     """Tell the open recordings that a tracker's set of streams is about to change."""
-    for recording in reversed(_stack.open):
+    for recording in reversed(stack.open):
         if any(known is tracker for known, _, _ in recording.tables):
             return
         recording.tables = (*recording.tables, (tracker, dict(tracker._states), set(tracker.seeds_)))

@@ -13,13 +13,13 @@ import torch
 from torch import Generator, Tensor
 
 from transformer_engine_ext.errors import UnsupportedCaptureError, UnsupportedDeviceError
+from transformer_engine_ext.pytorch.rng import capture, coverage, moves, native
 from transformer_engine_ext.pytorch.rng.capture import SavedWords, set_host_offset
 from transformer_engine_ext.pytorch.rng.coverage import Foreign, cuda_in_use, default_name, default_streams
-from transformer_engine_ext.pytorch.rng.devices import backend_of, same_value
-from transformer_engine_ext.pytorch.rng.native import warm_up
-from transformer_engine_ext.pytorch.rng.recording import Recording, Stream, StreamTable
+from transformer_engine_ext.pytorch.rng.devices import CPU, backend_of, same_value
+from transformer_engine_ext.pytorch.rng.recording import Recording, Stream, StreamTable, stack
 
-__all__ = ["Rewound", "Snapshot", "stand_where"]
+__all__ = ["Rewound", "Snapshot"]
 
 
 class Snapshot(Recording):
@@ -29,8 +29,8 @@ class Snapshot(Recording):
     ----------
     tensors : sequence of torch.Tensor
         Tensor arguments of the region. See Note [Which devices are covered].
-    module : torch.nn.Module, optional
-        Module that the region calls.
+    function : callable, optional
+        What the region calls; the devices of a module's parameters count as those of tensors do.
     tracker : object, optional
         Tracker of another library that was passed to the region: covered whole, at entry.
 
@@ -45,19 +45,20 @@ class Snapshot(Recording):
     __slots__ = ("bound", "captured", "cuda_ready", "ends", "foreign", "foreign_ends", "in_use", "words")
 
     def __init__(
-        self, tensors: Sequence[Tensor], module: torch.nn.Module | None = None, tracker: object | None = None
+        self, tensors: Sequence[Tensor], function: Callable[..., Any] | None = None, tracker: object | None = None
     ) -> None:
         self.births = self.tables = ()
         self.ends: list[Any] | None = None
         self.foreign_ends: dict[str, Tensor] = _NO_STATES
         self.cuda_ready = self.captured = False
         self.words: SavedWords | None = None
-        self.in_use = cuda_in_use()
+        self.in_use = coverage.alone or cuda_in_use()
         if self.in_use:
             self.cuda_ready = True
-            self.captured = torch.cuda.is_current_stream_capturing()
-            warm_up()
-        self.streams = default_streams(tensors, module, self.in_use)
+            self.captured = capture.stream_captures()
+            if not native._warm:
+                native.warm_up()
+        self.streams = default_streams(tensors, function, self.in_use)
         self.known = {id(stream[2]) for stream in self.streams}
         # Note [Binding follows the region]
         # A region may be called inside a fork. Its "default" draws then belong to the forked stream, so the recompute,
@@ -68,7 +69,7 @@ class Snapshot(Recording):
             self.foreign = Foreign(tracker)
             for name, handle in self.foreign.generators():
                 backend = backend_of(handle)
-                self.record(name, backend, handle, backend.take(handle))
+                self.record(name, backend, handle, moves.take(backend, handle))
 
     def finish(self) -> None:
         """Note where every covered stream stands at the end of forward; the audit compares with it.
@@ -79,10 +80,11 @@ class Snapshot(Recording):
             If a CUDA device was first used inside the region, so that its generator was not covered at entry.
         """
         # See Note [Which devices are covered]
-        in_use = cuda_in_use()
-        if in_use != self.in_use:
-            self._refuse_new_devices(in_use)
-        self.ends = [backend.position(handle) for _, backend, handle, _ in self.streams]
+        if len(self.in_use) != len(torch.cuda.default_generators):  # else no device is left to be used first
+            in_use = cuda_in_use()
+            if in_use != self.in_use:
+                self._refuse_new_devices(in_use)
+        self.ends = moves.positions(self.streams)
         if self.foreign is not None:
             self.foreign_ends = self.foreign.positions()
         if self.captured:
@@ -176,23 +178,27 @@ class Rewound(Recording):
         self.snapshot = snapshot
         self.complete = True
         self.exact = False
-        self.reached: Sequence[Any] = ()
-        self.strayed: Sequence[Any] = ()
+        self.reached: list[Any] = []
+        self.strayed: list[Any] = []
         self.foreign_reached: dict[str, Tensor] = _NO_STATES
         self._reborn: dict[tuple[int, str], int] | None = None
         self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
     def __enter__(self) -> Rewound:
         snapshot, undo = self.snapshot, self._undo
-        now = snapshot.cuda_ready and torch.cuda.is_current_stream_capturing()
+        now = snapshot.cuda_ready and capture.stream_captures()
         if now is not snapshot.captured:
             snapshot = self._on_the_other_side(now)
-        undo.append((self.open().remove, (self,)))
+        opened = stack.open
+        opened.append(self)
+        undo.append((opened.remove, (self,)))
         try:
             streams = snapshot.streams
             for i in range(snapshot.bound):
                 # See Note [Binding follows the region]
                 _, backend, handle, _ = streams[i]
+                if handle is CPU.bound:
+                    continue
                 token = backend.bind(handle)
                 if token is not None:
                     undo.append((backend.unbind, (token,)))
@@ -202,16 +208,15 @@ class Rewound(Recording):
                 undo.append((_set_table, (tracker, tracker._states, tracker.seeds_)))
                 _set_table(tracker, dict(states), set(seeds))
             # See Note [A bound CPU stream lives in the default generator]
-            live = [(name, backend, handle, backend.take(handle)) for name, backend, handle, _ in streams]
+            live = moves.retake(streams)
             # See Note [The earliest value wins]
-            undo.append((snapshot.rewind, (live,)))
+            undo.append((moves.rewind, (live,)))
             if now:
                 words = snapshot.words or snapshot.save_words()
                 undo.append((words.restore, (words.rewind(),)))
                 snapshot.rewind_within(streams)
             else:
-                for _, backend, handle, value in reversed(streams):
-                    backend.put(handle, value)
+                moves.rewind(streams)
         except BaseException:
             self._restore()
             raise
@@ -234,13 +239,16 @@ class Rewound(Recording):
         try:
             ends = self.snapshot.ends
             if kind is None and ends is not None:
+                snapshot = self.snapshot
                 if self.complete:
-                    self._look()
+                    self.reached = moves.positions(snapshot.streams)
+                    if snapshot.foreign is not None:
+                        self.foreign_reached = snapshot.foreign.positions()
                 if self.streams:
-                    self.strayed = self.positions()
+                    self.strayed = moves.positions(self.streams)
                 elif self.complete and not self.foreign_reached:
                     # What nearly every recompute comes to: forward's streams and no other, where forward ended.
-                    self.exact = stand_where(self.snapshot.streams, ends, self.reached)
+                    self.exact = moves.stand_where(snapshot.streams, ends, self.reached)
         finally:
             self._restore()
 
@@ -250,7 +258,7 @@ class Rewound(Recording):
         for table in self.tables:
             undo.append((_set_table, table))
         if self.streams:
-            undo.append((self.rewind, (self.streams,)))
+            undo.append((moves.rewind, (self.streams,)))
         failed: BaseException | None = None
         while undo:
             step, args = undo.pop()
@@ -293,25 +301,14 @@ class Rewound(Recording):
         ends = self.snapshot.ends
         if ends is None:  # a backward inside the region: forward has not ended
             return True
-        self._look()
+        self.reached = moves.positions(self.snapshot.streams)
+        if self.snapshot.foreign is not None:
+            self.foreign_reached = self.snapshot.foreign.positions()
         streams = zip(self.snapshot.streams, self.reached, ends, strict=True)
         if not all(backend.leads_to(reached, end) for (_, backend, _, _), reached, end in streams):
             return False
         foreign = self.snapshot.foreign_ends
         return all(name in foreign and same_value(foreign[name], end) for name, end in self.foreign_reached.items())
-
-    def _look(self) -> None:
-        self.reached = [backend.position(handle) for _, backend, handle, _ in self.snapshot.streams]
-        if self.snapshot.foreign is not None:
-            self.foreign_reached = self.snapshot.foreign.positions()
-
-
-def stand_where(streams: Sequence[Stream], ends: Sequence[Any], reached: Sequence[Any]) -> bool:
-    """Tell whether all streams reached the positions where they ended before."""
-    for (_, backend, _, _), end, position in zip(streams, ends, reached, strict=True):
-        if not backend.same(end, position):
-            return False
-    return True
 
 
 def _set_table(tracker: StreamTable, states: dict[str, Generator], seeds: set[int]) -> None:
