@@ -39,7 +39,7 @@ _TIP = (
 )
 
 
-class _Place(dict[object, tuple[Tensor, int]]):
+class _Place(dict[object, tuple[Tensor, int | None]]):
     """Where one saved tensor would be, by backward pass: filled by a recompute, emptied by the unpack that follows.
 
     The graph holds it, the region only refers to it: a place that the graph has let go needs no tensor.
@@ -154,7 +154,7 @@ class Saving:
             ) from None
         # Autograd leaves this check out for tensors that went through hooks. See Note [Parameters must not change in
         # between].
-        if version != (0 if tensor.is_inference() else tensor._version):
+        if version is not None and version != tensor._version:
             raise changed_in_place("a tensor that the checkpointed function needs for its backward", tensor, version)
         return tensor
 
@@ -229,8 +229,11 @@ class _Run:
         place = saving.places[number]()
         # The graph may have let a place go, by a backward inside the region; then nobody will ask for its tensor.
         if place is not None:
-            # version_of, written out: this runs for every saved tensor
-            version = 0 if tensor.is_inference() else tensor._version
+            version: int | None
+            try:
+                version = tensor._version
+            except RuntimeError:  # an inference tensor, which does not count; asking first would take as long again
+                version = None
             if saving.versions:
                 saved = saving.versions.get(number)
                 if saved is not None and saved[0] == identity:
