@@ -81,14 +81,16 @@ touch: Callable[[list[Any], str, Generator], bool] | None
 mark: Callable[[Generator | None], tuple[int, int]] | None
 #: Exchange the value of the CPU's default generator, given first: its own goes into the second, the third's comes in.
 swap_cpu: Callable[[Generator, Generator, Generator], None] | None
-#: Write what the library's ``take`` returned for a CPU stream into a generator, whatever is bound.
+#: Write what the library's ``take`` returned for a CPU stream into a generator, whatever is bound. Stays when the library
+#: goes out of use: a region may still hold such values.
 unpack_cpu: Callable[[Generator, bytes], None] | None
 #: Tell the library whether a CPU stream is bound to the default generator.
 bind_cpu: Callable[[bool], None] | None
 
 _HERE = {"take": _take, "positions": _positions, "retake": _retake, "rewind": _rewind, "stand_where": _stand_where}
-_NAMES = (*_HERE, "touch", "mark", "swap_cpu", "unpack_cpu", "bind_cpu")
+_NAMES = (*_HERE, "touch", "mark", "swap_cpu", "bind_cpu")
 _native: Any = None
+unpack_cpu = None
 
 
 def use(native: Any, backends: Sequence[DeviceBackend] = (), cpu_bound: bool = False) -> None:
@@ -103,8 +105,9 @@ def use(native: Any, backends: Sequence[DeviceBackend] = (), cpu_bound: bool = F
     cpu_bound : bool
         Whether a CPU stream is bound to the default generator now.
     """
-    global _native
+    global _native, unpack_cpu
     if native is not None:
+        unpack_cpu = native.unpack_cpu
         native.set_backends(*backends)
         native.bind_cpu(cpu_bound)
     _native = native
