@@ -85,19 +85,19 @@ void put_cpu(at::Generator& generator, PyObject* value) {
   write(cpu_of(generator), twister);
 }
 
-PyObject* take_one(PyObject* backend, PyObject* handle) {
+PyObject* take_one(Cuda& cuda, PyObject* backend, PyObject* handle) {
   at::Generator* generator = nullptr;
   const Kind kind = kind_of(backend, handle, generator);
   if (kind == Kind::cpu) return take_cpu(*generator);
   Philox state;
-  if (kind == Kind::cuda && read(*generator, state)) {
+  if (kind == Kind::cuda && cuda.read(*generator, state)) {
     Ref seed(PyLong_FromUnsignedLongLong(state.seed)), offset(PyLong_FromUnsignedLongLong(state.offset));
     return seed && offset ? PyTuple_Pack(2, seed.get(), offset.get()) : nullptr;
   }
   return PyObject_CallMethodObjArgs(backend, names.take, handle, nullptr);
 }
 
-bool put_one(PyObject* backend, PyObject* handle, PyObject* value) {
+bool put_one(Cuda& cuda, PyObject* backend, PyObject* handle, PyObject* value) {
   at::Generator* generator = nullptr;
   const Kind kind = kind_of(backend, handle, generator);
   if (kind == Kind::cpu && is_twister(value)) {
@@ -109,17 +109,17 @@ bool put_one(PyObject* backend, PyObject* handle, PyObject* value) {
     if (offset == nullptr) return false;
     const Philox state = {PyLong_AsUnsignedLongLong(seed), PyLong_AsUnsignedLongLong(offset)};
     if (PyErr_Occurred() != nullptr) return false;
-    if (write(*generator, state)) return true;
+    if (cuda.write(*generator, state)) return true;
   }
   return bool(Ref(PyObject_CallMethodObjArgs(backend, names.put, handle, value, nullptr)));
 }
 
-PyObject* position_of(PyObject* backend, PyObject* handle) {
+PyObject* position_of(Cuda& cuda, PyObject* backend, PyObject* handle) {
   at::Generator* generator = nullptr;
   const Kind kind = kind_of(backend, handle, generator);
   if (kind == Kind::cpu) return take_cpu(*generator);
   Philox state;
-  if (kind == Kind::cuda && read(*generator, state)) return PyLong_FromUnsignedLongLong(state.offset);
+  if (kind == Kind::cuda && cuda.read(*generator, state)) return PyLong_FromUnsignedLongLong(state.offset);
   return PyObject_CallMethodObjArgs(backend, names.position, handle, nullptr);
 }
 
@@ -149,17 +149,19 @@ bool expects(const char* what, Py_ssize_t given, Py_ssize_t wanted, PyObject* co
 
 PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!expects("take(backend, handle)", count, 2, args, 0)) return nullptr;
-  return take_one(args[0], args[1]);
+  Cuda cuda;
+  return take_one(cuda, args[0], args[1]);
 }
 
 PyObject* positions(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!expects("positions(streams: list)", count, 1, args, 1)) return nullptr;
   const Py_ssize_t size = PyList_Size(args[0]);
   Ref found(PyList_New(size));
+  Cuda cuda;
   for (Py_ssize_t i = 0; found && i < size; ++i) {
     Stream stream;
     if (!stream_at(args[0], i, stream)) return nullptr;
-    PyObject* position = position_of(stream.backend, stream.handle);
+    PyObject* position = position_of(cuda, stream.backend, stream.handle);
     if (position == nullptr || PyList_SetItem(found.get(), i, position) != 0) return nullptr;
   }
   return found.release();
@@ -169,10 +171,11 @@ PyObject* retake(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!expects("retake(streams: list)", count, 1, args, 1)) return nullptr;
   const Py_ssize_t size = PyList_Size(args[0]);
   Ref found(PyList_New(size));
+  Cuda cuda;
   for (Py_ssize_t i = 0; found && i < size; ++i) {
     Stream stream;
     if (!stream_at(args[0], i, stream)) return nullptr;
-    Ref value(take_one(stream.backend, stream.handle));
+    Ref value(take_one(cuda, stream.backend, stream.handle));
     PyObject* entry = value ? PyTuple_Pack(4, stream.name, stream.backend, stream.handle, value.get()) : nullptr;
     if (entry == nullptr || PyList_SetItem(found.get(), i, entry) != 0) return nullptr;
   }
@@ -181,9 +184,10 @@ PyObject* retake(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* rewind(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!expects("rewind(streams: list)", count, 1, args, 1)) return nullptr;
+  Cuda cuda;
   for (Py_ssize_t i = PyList_Size(args[0]) - 1; i >= 0; --i) {
     Stream stream;
-    if (!stream_at(args[0], i, stream) || !put_one(stream.backend, stream.handle, stream.value)) return nullptr;
+    if (!stream_at(args[0], i, stream) || !put_one(cuda, stream.backend, stream.handle, stream.value)) return nullptr;
   }
   Py_RETURN_NONE;
 }
@@ -221,6 +225,7 @@ PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!key) return nullptr;
   PyObject* backend = nullptr;
   Ref entry;
+  Cuda cuda;
   for (Py_ssize_t i = PyList_Size(recordings) - 1; i >= 0; --i) {
     PyObject* recording = PyList_GetItem(recordings, i);
     Ref noted(PyObject_GetAttr(recording, names.known));
@@ -233,8 +238,8 @@ PyObject* touch(PyObject*, PyObject* const* args, Py_ssize_t count) {
       Kind kind = kind_of(backend, handle, generator);
       if (kind == Kind::other) kind = kind_of(backend = cpu_backend, handle, generator);
       Philox state;
-      if (kind == Kind::other || (kind == Kind::cuda && !read(*generator, state))) Py_RETURN_FALSE;
-      Ref value(take_one(backend, handle));
+      if (kind == Kind::other || (kind == Kind::cuda && !cuda.read(*generator, state))) Py_RETURN_FALSE;
+      Ref value(take_one(cuda, backend, handle));
       if (!value) return nullptr;
       entry = PyTuple_Pack(4, name, backend, handle, value.get());
       if (!entry) return nullptr;
@@ -287,8 +292,9 @@ PyObject* unpack_cpu(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* mark(PyObject*, PyObject* clock) {
   Philox state = {0, 0};
+  Cuda cuda;
   at::Generator* generator = nullptr;
-  if (clock != Py_None && (kind_of(cuda_backend, clock, generator) != Kind::cuda || !read(*generator, state))) {
+  if (clock != Py_None && (kind_of(cuda_backend, clock, generator) != Kind::cuda || !cuda.read(*generator, state))) {
     Ref offset(PyObject_CallMethodObjArgs(clock, names.get_offset, nullptr));
     if (!offset) return nullptr;
     state.offset = PyLong_AsUnsignedLongLong(offset.get());
