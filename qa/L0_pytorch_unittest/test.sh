@@ -55,6 +55,8 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/distributed/test_saved_activations.py \
     tests/pytorch/test_recompute_rng_limits.py \
     tests/pytorch/test_native_library.py \
+    tests/pytorch/test_moves_edges.py \
+    tests/pytorch/test_moves_regions.py \
     tests/pytorch/test_helpers.py \
     tests/pytorch/test_checkpoint_memory.py \
     tests/pytorch/test_patching.py \
@@ -120,6 +122,8 @@ python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_unittest.xml \
     tests/pytorch/test_native_setup.py \
     tests/pytorch/test_native_streams.py \
     tests/pytorch/test_megatron_format.py \
+    tests/pytorch/test_moves.py \
+    tests/pytorch/test_moves_cuda.py \
     tests/pytorch/test_mutation_gaps.py \
     tests/pytorch/test_mutation_gaps_more.py \
     tests/pytorch/test_mutation_gaps_settings.py \

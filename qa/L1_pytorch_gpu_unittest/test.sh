@@ -58,6 +58,7 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_doctor.py \
     tests/pytorch/test_native_library.py \
     tests/pytorch/test_megatron_format.py \
+    tests/pytorch/test_moves_cuda.py \
     tests/pytorch/test_mutation_gaps.py \
     tests/pytorch/test_mutation_gaps_more.py \
     tests/pytorch/test_original_fix.py \

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, settings
 # In front, so that no installed package with a module of that name can shadow the helpers.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import _moves
 from _helpers import COVERAGE, COVERAGE_ASIDE, FAIL_WITHOUT_CUDA, requires_cuda
 from _leaks import bindings, flags, leaks
 
@@ -25,7 +27,12 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _moves.setting()  # an unknown one ends the run before it starts
     config.addinivalue_line("markers", "requires_cuda(count=1): needs that many CUDA devices")
+
+
+def pytest_report_header() -> str:
+    return f"streams are moved by: {_moves.setting() or 'what the package decides'} ({_moves.SETTING})"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -77,6 +84,50 @@ def this_process_is_measured_and_no_other() -> Iterator[None]:
             patch.setenv(COVERAGE_ASIDE, os.environ[COVERAGE])
             patch.delenv(COVERAGE)
         yield
+
+
+@pytest.fixture(scope="session")
+def native_library(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The library of csrc/streams.cpp; compiled, where there is none, once for all processes of this run."""
+    folder = tmp_path_factory.getbasetemp()
+    return _moves.library((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "native")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def moves_of_this_run(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Put into use what NVTE_EXT_TEST_MOVES names, and see that it is in use to the end."""
+    asked = _moves.setting()
+    if not asked:
+        yield
+        return
+    try:
+        native = request.getfixturevalue("native_library") if asked == "native" else None
+    except pytest.skip.Exception as reason:
+        pytest.fail(f"{_moves.SETTING}=native, but {reason}", pytrace=False)
+    _moves.use(native)
+    yield
+    assert _moves.used() is native, f"a test left other moves in use than {_moves.SETTING}={asked}"
+
+
+@pytest.fixture
+def python_moves() -> Iterator[None]:
+    """Run a test with the Python functions, whatever is installed."""
+    with _moves.using(None):
+        yield
+
+
+@pytest.fixture
+def native_moves(native_library: ModuleType) -> Iterator[ModuleType]:
+    """Run a test with the native library; skips where it cannot be built."""
+    with _moves.using(native_library):
+        yield native_library
+
+
+@pytest.fixture(params=["python", "native"])
+def any_moves(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test once with each of the two."""
+    with _moves.using(request.getfixturevalue("native_library") if request.param == "native" else None):
+        yield str(request.param)
 
 
 @pytest.fixture(autouse=True)
