@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from transformer_engine_ext.pytorch.rng import accelerate
+
 __all__ = ["environment"]
 
 REPO = Path(__file__).resolve().parents[1]
@@ -28,6 +30,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformer_engine": _version("transformer-engine", "transformer_engine"),
+        "native_streams": accelerate() is not None,  # or Python moves them
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if cuda else None,
