@@ -39,6 +39,65 @@ python3 -c "import pytest, pytest_timeout, pytest_cov, xdist, hypothesis, nbform
 # one thread per process only makes the ranks of a distributed test wait for each other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+# Where a native library is built that is not installed: once for both runs below.
+export NVTE_EXT_CACHE_DIR="${NVTE_EXT_CACHE_DIR:-$(mktemp -d)}"
+
+# What regions do is done by Python where there is no native library, as a rule here; so the tests that run most regions
+# are run with one first. The main run comes last: it is what this script's output ends with.
+NO_LIBRARY="$(python3 -c "
+from transformer_engine_ext.pytorch.rng.native_build import STREAMS
+print(STREAMS.obstacle() or '')
+")" || error_exit "Failed to ask whether a native library can be built"
+
+if [ -n "$NO_LIBRARY" ]; then
+    echo "The tests with streams moved by the native library are left out: $NO_LIBRARY"
+else
+    NVTE_EXT_TEST_MOVES=native python3 -m pytest --tb=auto --junitxml=$XML_LOG_DIR/pytest_native_unittest.xml \
+        -n $NVTE_EXT_TEST_PROCESSES --dist loadfile --no-loadscope-reorder --durations=3 \
+        tests/pytorch/test_recompute_rng_limits.py \
+        tests/pytorch/test_checkpoint_memory.py \
+        tests/pytorch/test_checkpoint_misc.py \
+        tests/pytorch/test_recompute_surroundings.py \
+        tests/pytorch/test_checkpoint_depth_and_threads.py \
+        tests/pytorch/test_audit_cost.py \
+        tests/pytorch/test_backends.py \
+        tests/pytorch/test_capture_whole.py \
+        tests/pytorch/test_checkpoint_aliases.py \
+        tests/pytorch/test_checkpoint_arguments.py \
+        tests/pytorch/test_checkpoint_autocast.py \
+        tests/pytorch/test_checkpoint_autograd.py \
+        tests/pytorch/test_checkpoint_callables.py \
+        tests/pytorch/test_checkpoint_callers_objects.py \
+        tests/pytorch/test_checkpoint_determinism.py \
+        tests/pytorch/test_checkpoint_early_stop.py \
+        tests/pytorch/test_checkpoint_exceptions.py \
+        tests/pytorch/test_checkpoint_inputs.py \
+        tests/pytorch/test_checkpoint_mutations.py \
+        tests/pytorch/test_checkpoint_nesting.py \
+        tests/pytorch/test_checkpoint_user_hooks.py \
+        tests/pytorch/test_checkpoint_wrappers.py \
+        tests/pytorch/test_control_group.py \
+        tests/pytorch/test_device_coverage.py \
+        tests/pytorch/test_fp8_state.py \
+        tests/pytorch/test_original_fix.py \
+        tests/pytorch/test_phase_flags.py \
+        tests/pytorch/test_recompute_rng.py \
+        tests/pytorch/test_recompute_rng_around.py \
+        tests/pytorch/test_recompute_rng_births.py \
+        tests/pytorch/test_recompute_rng_edges.py \
+        tests/pytorch/test_recompute_rng_more.py \
+        tests/pytorch/test_recompute_rng_states.py \
+        tests/pytorch/test_recompute_rng_traces.py \
+        tests/pytorch/test_region_hooks.py \
+        tests/pytorch/test_rng_guard.py \
+        tests/pytorch/test_torch_options.py \
+        tests/pytorch/test_torch_rules.py \
+        tests/pytorch/test_torch_selective.py \
+        tests/pytorch/test_tracker.py \
+        tests/pytorch/test_tracker_kinds.py \
+        || test_fail "unittest with the native library"
+fi
+
 # Processes take the files in this order, each the next one when it is done with another. Those that take longest come
 # first, so that no process still has one of them to run when the others are done.
 set -x

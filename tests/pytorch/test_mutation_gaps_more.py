@@ -14,7 +14,7 @@ from _capture import FakeKit, Kit, Rig, kit
 from _proof import Counted
 from _regions import both_engines, leaf, new_tracker
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker, te_checkpoint
-from transformer_engine_ext.pytorch.rng import register_streams, registration, snapshot
+from transformer_engine_ext.pytorch.rng import native, register_streams, registration
 from transformer_engine_ext.pytorch.rng.devices import get_backend
 
 __all__ = ["kit"]
@@ -68,7 +68,8 @@ def test_regions_on_cuda_and_registrations_give_a_library_its_last_chance(
     if not isinstance(kit, FakeKit):
         pytest.skip("counted on absent devices")
     calls: list[str] = []
-    monkeypatch.setattr(snapshot, "warm_up", lambda: calls.append("region"))
+    monkeypatch.setattr(native, "_warm", False)
+    monkeypatch.setattr(native, "warm_up", lambda: calls.append("region"))
     monkeypatch.setattr(registration, "warm_up", lambda: calls.append("registration"))
     rig = Rig(kit, use_reentrant)
     calls.clear()
