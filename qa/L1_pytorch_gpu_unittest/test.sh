@@ -64,6 +64,7 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_original_fix.py \
     tests/pytorch/test_held_streams.py \
     tests/pytorch/test_parallel_rng.py \
+    tests/pytorch/test_proof.py \
     tests/pytorch/test_verify.py \
     tests/pytorch/test_recompute_rng.py \
     tests/pytorch/test_recompute_rng_around.py \

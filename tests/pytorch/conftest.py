@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import _moves
+import _proof
 from _helpers import COVERAGE, COVERAGE_ASIDE, FAIL_WITHOUT_CUDA, requires_cuda
 from _leaks import bindings, flags, leaks
 
@@ -128,6 +129,18 @@ def any_moves(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a test once with each of the two."""
     with _moves.using(request.getfixturevalue("native_library") if request.param == "native" else None):
         yield str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def survivors_that_do_not_count_are_told(tell: Callable[[str], None], request: pytest.FixtureRequest) -> Iterator[None]:
+    # See Note [Where the death of memory cannot be seen]
+    yield
+    if _proof.uncounted:
+        tell(
+            f"{request.node.nodeid}: {len(_proof.uncounted)} survivors on CUDA did not count, since the memory of dead "
+            "tensors is never seen to die in this process"
+        )
+        _proof.uncounted.clear()
 
 
 @pytest.fixture(autouse=True)
