@@ -86,6 +86,17 @@ python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_unit
     tests/pytorch/test_capture_capturers.py \
     || test_fail "gpu_unittest"
 
+# What is above ran with the native library that moves streams, where one is installed. Recomputes once more without it.
+NVTE_EXT_TEST_MOVES=python python3 -m pytest -v -s -m requires_cuda --junitxml=$XML_LOG_DIR/pytest_gpu_python_unittest.xml \
+    tests/pytorch/test_recompute_rng.py \
+    tests/pytorch/test_recompute_rng_around.py \
+    tests/pytorch/test_recompute_rng_births.py \
+    tests/pytorch/test_recompute_rng_edges.py \
+    tests/pytorch/test_recompute_rng_more.py \
+    tests/pytorch/test_recompute_rng_states.py \
+    tests/pytorch/test_recompute_rng_traces.py \
+    || test_fail "gpu_unittest without the native library"
+
 if [ "$RET" -ne 0 ]; then
     echo "Error in the following test cases:$FAILED_CASES"
     exit 1

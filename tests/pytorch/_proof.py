@@ -70,8 +70,8 @@ class Counted:
 
 # Note [Where the death of memory cannot be seen]
 # Under NVIDIA's compute-sanitizer the storage of a CUDA tensor that nobody holds any more is not seen to die, whichever
-# engine runs, torch's own checkpoint included. There a survivor says nothing. So whoever finds one on CUDA asks, once per
-# process, whether a plain tensor's storage dies; where not even that does, survivors on CUDA do not count, and
+# engine runs, torch's own checkpoint included. There a survivor says nothing. So whoever finds one on CUDA asks, once
+# per process, whether a plain tensor's storage dies; where not even that does, survivors on CUDA do not count, and
 # conftest.py tells so at the end of the run.
 def storage_dies(device: str = "cuda") -> bool:
     """Tell whether the memory of a tensor that nobody holds is seen to be free."""

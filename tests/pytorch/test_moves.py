@@ -144,6 +144,7 @@ def test_mixed_values_that_no_draws_connect(library: ModuleType) -> None:
 
 def test_half_a_pair_alone_tells_streams_apart(library: ModuleType) -> None:
     """Two draws of one normal use as many words as one of two, of which none waits."""
+    # See Note [A CPU stream is taken as its twister]
     waiting, done = stream_of(HISTORIES["new"]), stream_of(HISTORIES["new"])
     torch.randn(1, generator=waiting)
     torch.randn(2, generator=done)

@@ -25,6 +25,7 @@ pytestmark = requires_cuda
 PYTHON = moves._HERE
 CUDA = get_backend("cuda")
 
+# See Note [Torch asks the driver for every number]: only the first stream of a set is read by torch's own methods.
 #: Seed and offset; offsets count in fours.
 VALUES = [(0, 0), (1, 4), (2**63, 2**32 + 4), (2**64 - 1, 2**40), (2**64 - 1, 2**32 - 4), (5, 2**62)]
 
@@ -56,6 +57,23 @@ def test_values(native_moves: ModuleType, value: tuple[int, int]) -> None:
     recording = Recording()
     assert native_moves.touch([recording], "x", handle) is True
     assert (recording.streams, recording.known) == ([("x", CUDA, handle, value)], {id(handle)})
+
+
+def test_sets_of_streams(native_moves: ModuleType) -> None:
+    """Each stream of a set by itself, also those that the library reads without torch's methods."""
+    for functions in (PYTHON, vars(native_moves)):
+        handles = [new_stream(seed) for seed in range(len(VALUES))]
+        streams = [
+            (str(seed), CUDA, handle, value) for seed, (handle, value) in enumerate(zip(handles, VALUES, strict=True))
+        ]
+        functions["rewind"](streams)
+        assert [CUDA.take(handle) for handle in handles] == VALUES
+        assert functions["retake"](streams) == streams
+        assert functions["positions"](streams) == [offset for _, offset in VALUES]
+        for handle in handles[1:]:
+            torch.rand(3, generator=handle, device="cuda")
+        assert [entry[3] for entry in functions["retake"](streams)] == [CUDA.take(handle) for handle in handles]
+        assert not functions["stand_where"](streams, [offset for _, offset in VALUES], functions["positions"](streams))
 
 
 @pytest.mark.parametrize("value", VALUES)
