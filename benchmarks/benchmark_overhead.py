@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from _engines import Engine, engines, transformer_engine
 from _harness import Report, Side, Timing, parse, parser, time_sides
 from transformer_engine_ext.pytorch import CudaRNGStatesTracker
-from transformer_engine_ext.pytorch.rng.snapshot import Snapshot, stand_where
+from transformer_engine_ext.pytorch.rng import Snapshot, moves
 
 Body = Callable[[Tensor], Tensor]
 
@@ -198,7 +198,7 @@ def of_audit(bench: Bench) -> None:
         # What forward's end and the recompute's end do.
         ends = [backend.position(handle) for _, backend, handle, _ in used]
         reached = [backend.position(handle) for _, backend, handle, _ in used]
-        return stand_where(used, ends, reached)
+        return moves.stand_where(used, ends, reached)
 
     sides = [Side("audit", audit), Side("get_state", lambda: [handle.get_state() for handle in handles])]
     if bench.device == "cuda":
