@@ -81,8 +81,8 @@ touch: Callable[[list[Any], str, Generator], bool] | None
 mark: Callable[[Generator | None], tuple[int, int]] | None
 #: Exchange the value of the CPU's default generator, given first: its own goes into the second, the third's comes in.
 swap_cpu: Callable[[Generator, Generator, Generator], None] | None
-#: Write what the library's ``take`` returned for a CPU stream into a generator, whatever is bound. Stays when the library
-#: goes out of use: a region may still hold such values.
+#: Write what the library's ``take`` returned for a CPU stream into a generator, whatever is bound. Stays when the
+#: library goes out of use: a region may still hold such values.
 unpack_cpu: Callable[[Generator, bytes], None] | None
 #: Tell the library whether a CPU stream is bound to the default generator.
 bind_cpu: Callable[[bool], None] | None
