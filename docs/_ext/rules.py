@@ -64,7 +64,7 @@ def find_rules(root: Path = ROOT) -> list[Rule]:
     rules: list[Rule] = []
     pointers: dict[str, set[str]] = defaultdict(set)
     for file in sorted((root / PACKAGE).rglob("*")):
-        if file.suffix not in (".py", ".cpp"):
+        if file.suffix not in (".py", ".cpp", ".h"):
             continue
         name, text = str(file.relative_to(root)), file.read_text()
         lines = text.splitlines()
