@@ -52,7 +52,7 @@ BESIDES = {
     "pytorch/recompute/region.py": "debug_mode|debug_history",
     "pytorch/recompute/debug.py": "debug_mode|debug_history",
     "pytorch/rng/devices.py": "test_backends|gaps_more",
-    "pytorch/rng/cpu_backend.py": "test_backends|gaps_more",
+    "pytorch/rng/cpu_backend.py": "test_backends|gaps_more|test_moves",
     "pytorch/rng/recording.py": "debug_mode",
 }
 FIRST = 12  # tests of the first try; most mutants end there
